@@ -1,9 +1,11 @@
 """The multiply agent, two turns, trained through a real vLLM on the same GPU: `python -m bench.gpu.vllm_train MODEL_FOLDER`.
 
-Two servers, one with vLLM's weight transfer. Whole weights reach them by CUDA IPC, by a folder in shared memory and by one on disk;
-printed are reward, largest gap of log-probabilities and seconds of a publication. One server is killed in the middle of a run and
-started again, one run is killed while its server is paused. `--one` leaves the second server out; `--cpu` tries the script itself
-where there is no GPU.
+Three servers start at once, and each has its own part of the story, all at the same time:
+  transfer  whole weights by CUDA IPC, then by a folder in shared memory; by each, a second run is killed while its server is paused
+  folder    whole weights by a folder on disk; the server is killed in the middle and started again
+  adapters  LoRA, each version under its own name; a run is killed in the middle, then the server in the middle of another
+Printed are rewards, the largest gap of log-probabilities, and seconds and bytes of a publication. Names after the folder choose
+parts. `--cpu` tries the script itself where there is no GPU: $VLLM_PYTHON then is the interpreter that has vLLM.
 """
 
 import json
@@ -14,17 +16,24 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 import urllib.request
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 QUIET = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "VLLM_SERVER_DEV_MODE": "1"}
+ALLOWED = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 BEGUN = time.monotonic()
 CPU = "--cpu" in sys.argv
 PYTHON = os.environ.get("VLLM_PYTHON", sys.executable)
 SHARE = os.environ.get("VLLM_SHARE", "0.12")
 STEPS = int(os.environ.get("VLLM_STEPS", "10"))
+PATIENCE = 8 if CPU else 1
+"""All limits are multiplied by it."""
+RUNS: list[subprocess.Popen[bytes]] = []
 
 
 def tell(text: str) -> None:
@@ -36,29 +45,31 @@ class Server:
 
     def __init__(self, folder: Path, model: Path, port: int, *options: str) -> None:
         self.url, self.log = f"http://127.0.0.1:{port}", folder / f"server-{port}.log"
-        size = ["--gpu-memory-utilization", SHARE, "--dtype", "bfloat16"] if not CPU else ["--dtype", "float32"]
+        # Its cache is given in bytes: servers that start together, and measure free memory, would count each other's.
+        size = ["--gpu-memory-utilization", SHARE, "--kv-cache-memory-bytes", str(8 << 30), "--dtype", "bfloat16"]
         self._command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
-        self._command += ["--max-model-len", "1024", "--enforce-eager", "--logprobs-mode", "processed_logprobs", *size, *options]
+        self._command += ["--max-model-len", "1024", "--enforce-eager", "--logprobs-mode", "processed_logprobs", *options]
+        self._command += ["--dtype", "float32"] if CPU else size
         self.start()
 
     def start(self) -> None:
-        insecure = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+        environment = {**os.environ, **QUIET, **ALLOWED}
+        if CPU:
+            environment.pop("PYTHONPATH", None)
         with self.log.open("ab") as out:
-            self._process = subprocess.Popen(
-                self._command, stdout=out, stderr=out, env={**os.environ, **QUIET, **insecure}, start_new_session=True
-            )
+            self._process = subprocess.Popen(self._command, stdout=out, stderr=out, env=environment, start_new_session=True)
 
-    def wait_up(self, limit_s: float) -> bool:
-        end = time.monotonic() + limit_s
+    def wait_up(self, limit_s: float = 170) -> None:
+        end = time.monotonic() + limit_s * PATIENCE
         while time.monotonic() < end and self._process.poll() is None:
             if ask(f"{self.url}/health", limit_s=5) is not None:
-                return True
+                return
             time.sleep(0.5)
-        tell(f"{self.url} did not start: " + self.log.read_text(errors="replace")[-1500:])
-        return False
+        raise RuntimeError(f"{self.url} did not start: " + self.log.read_text(errors="replace")[-3000:])
 
     def kill(self) -> None:
-        os.killpg(self._process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
 
@@ -66,59 +77,62 @@ class Run:
     """One training run, in a process."""
 
     def __init__(self, folder: Path, model: Path, name: str, server: Server, *settings: str) -> None:
-        self.name, self.folder = name, folder / name
+        self.name, self.folder, self.log = name, folder / name, folder / f"{name}.log"
         config = [f'run.name="{name}"', f'run.folder="{folder}"', f'model.name="{model}"', f"train.steps={STEPS}"]
         config += ["rollout.agent_timeout_s=900"]  # longer than a server takes to start again
         config += ['engine.name="vllm"', f'engine.url=["{server.url}"]', "train.checkpoint_every=100", *settings]
         small = ["rollout.group_size=2", "rollout.groups_per_step=1", "rollout.concurrency=2"] if CPU else []
-        self.log = folder / f"{name}.log"
         command = [sys.executable, "-m", "penstock", "train", str(HERE / "two_turns.toml")]
         for setting in [*config, *small]:
             command += ["--set", setting]
         with self.log.open("wb") as out:
             self.process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out)
+        RUNS.append(self.process)
 
     def steps(self) -> list[dict[str, Any]]:
         try:
             lines = (self.folder / "metrics.jsonl").read_bytes().splitlines()
         except OSError:
             return []
-        found: list[dict[str, Any]] = []
-        for line in lines:
-            text = line.decode(errors="replace")
-            found.append(json.JSONDecoder().raw_decode(text[text.index("{") :])[0])
-        return found
+        texts = [line.decode(errors="replace") for line in lines]
+        return [json.JSONDecoder().raw_decode(text[text.index("{") :])[0] for text in texts if text.endswith("}")]
 
-    def wait_steps(self, count: int, limit_s: float) -> bool:
-        end = time.monotonic() + limit_s
+    def wait_steps(self, count: int, limit_s: float = 60) -> bool:
+        """Whether it makes so many steps."""
+        end = time.monotonic() + limit_s * PATIENCE
         while time.monotonic() < end and self.process.poll() is None:
             if len(self.steps()) >= count:
                 return True
-            time.sleep(0.2)
+            time.sleep(0.1)
+        tell(f"{self.name} made {len(self.steps())} steps instead of {count}: " + self.log.read_text(errors="replace")[-2500:])
         return False
 
-    def finish(self, limit_s: float) -> None:
+    def finish(self, limit_s: float = 60) -> None:
+        """Wait for its end, and tell what came of it."""
         try:
-            code: int | str = self.process.wait(limit_s)
+            code: int | str = self.process.wait(limit_s * PATIENCE)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            code = f"not done after {limit_s:.0f} s"
+            code = f"not done after {limit_s * PATIENCE:.0f} s"
         steps = self.steps()
         rewards = " ".join(f"{step['reward']:.2f}" for step in steps)
         gaps = max((step["logprob_gap"] for step in steps), default=float("nan"))
-        ways = {step.get("publish_way") for step in steps}
+        drift = max((step["kl_behaviour"] for step in steps), default=float("nan"))
+        exact = min((step["exact_token_rate"] for step in steps), default=float("nan"))
+        ways = sorted({str(step.get("publish_way")) for step in steps})
         seconds = sorted(step["publish_s"] for step in steps if "publish_s" in step)
         median = seconds[len(seconds) // 2] if seconds else float("nan")
         size = max((step.get("publish_bytes", 0) for step in steps), default=0) / 1e6
         tell(
-            f"{self.name}: exit {code}; rewards {rewards}; by {ways}; a publication of {size:.0f} MB takes {median:.3f} s "
-            f"(median; most {max(seconds, default=0):.3f}); largest log-probability gap {gaps:.1e}"
+            f"{self.name}: exit {code}; rewards {rewards}; by {', '.join(ways)}; a publication of {size:.0f} MB takes "
+            f"{median:.3f} s (median; most {max(seconds, default=0):.3f}); log-probability gap {gaps:.1e} at most, "
+            f"kl {drift:.1e}; exact {exact}"
         )
         for line in (self.folder / "events.jsonl").read_text().splitlines() if self.folder.exists() else []:
             if '"stage"' in line or "publish." in line:
                 tell("    " + str(json.loads(line[line.index("{") :]).get("text")))
         if code != 0:
-            tell(self.log.read_text(errors="replace")[-1500:])
+            tell(self.log.read_text(errors="replace")[-2500:])
 
 
 def ask(url: str, body: dict[str, Any] | None = None, limit_s: float = 30) -> bytes | None:
@@ -131,47 +145,72 @@ def ask(url: str, body: dict[str, Any] | None = None, limit_s: float = 30) -> by
         return None
 
 
-def kill_run(run: Run, server: Server, model: Path) -> None:
-    """Kill a run while it keeps its server paused, and see when the server serves others."""
-    run.wait_steps(1, 60)
-    end = time.monotonic() + 30
-    caught = False
-    while time.monotonic() < end and not caught:
-        caught = b"true" in (ask(f"{server.url}/is_paused") or b"")
+def kill_run(run: Run, server: Server, model: Path, *, paused: bool) -> None:
+    """Kill a run, where asked while it keeps its server paused, and see when the server serves others."""
+    if not run.wait_steps(2):
+        return
+    end = time.monotonic() + 30 * PATIENCE
+    while paused and b"true" not in (ask(f"{server.url}/is_paused") or b"") and time.monotonic() < end:
+        time.sleep(0.001)
+    was = b"true" in (ask(f"{server.url}/is_paused") or b"")
     run.process.kill()
     begun = time.monotonic()
-    answer = ask(f"{server.url}/v1/completions", {"model": str(model), "prompt": [1, 2, 3], "max_tokens": 2})
+    body = {"model": str(model), "prompt": [1, 2, 3], "max_tokens": 2, "temperature": 0}
+    answer = ask(f"{server.url}/v1/completions", body, limit_s=60 * PATIENCE)
     took = time.monotonic() - begun
-    when = "while its server was paused" if caught else "between two publications"
-    tell(f"kill -9 of the run {when}: another client's answer came after {took:.2f} s: {answer is not None}")
+    run.process.wait()
+    when = "while its server was paused" if was else "between two publications"
+    text = "no answer" if answer is None else repr(json.loads(answer)["choices"][0]["text"])
+    tell(f"kill -9 of {run.name} {when}, after {len(run.steps())} steps: another client's answer came after {took:.2f} s: {text}")
 
 
-def first_server(folder: Path, model: Path, server: Server) -> None:
-    script = ROOT / "tests" / "vllm" / "record.py"
-    record = folder / "record.json"
-    options = [] if CPU else ["--ipc"]
-    try:
-        subprocess.run([sys.executable, script, server.url, model, record, *options], timeout=30 if not CPU else 300, check=False)
-    except subprocess.TimeoutExpired:
-        tell("the recording was not done in time")
-    print("=== record\n" + (record.read_text() if record.exists() else "none"), flush=True)
-    for way in ("memory",) if CPU else ("ipc", "memory"):
-        Run(folder, model, f"by-{way}", server, f'engine.weights="{way}"').finish(45 if not CPU else 900)
-    kill_run(Run(folder, model, "killed", server), server, model)
-
-
-def second_server(folder: Path, model: Path, server: Server) -> None:
-    if not server.wait_up(150 if not CPU else 900):
-        return
-    tell(f"{server.url} is up")
-    run = Run(folder, model, "by-folder", server, 'engine.weights="folder"')
-    if run.wait_steps(2, 60 if not CPU else 600):
+def kill_server(run: Run, server: Server) -> None:
+    """Kill a run's server in the middle, and start it again."""
+    if run.wait_steps(3):
+        done = len(run.steps())
         server.kill()
-        tell(f"kill -9 of the server after step {len(run.steps())}")
+        tell(f"kill -9 of the server of {run.name} after step {done}")
         server.start()
-        if server.wait_up(120 if not CPU else 600):
-            tell(f"the server is up again; {len(run.steps())} steps are done")
-    run.finish(100 if not CPU else 900)
+        server.wait_up()
+        tell(f"the server of {run.name} is up again; {len(run.steps())} steps are done")
+    run.finish(100)
+
+
+def transfer(folder: Path, model: Path, server: Server) -> None:
+    for way in ("memory",) if CPU else ("ipc", "memory"):
+        Run(folder, model, f"by-{way}", server, f'engine.weights="{way}"').finish()
+        kill_run(Run(folder, model, f"killed-by-{way}", server, f'engine.weights="{way}"'), server, model, paused=True)
+    if not CPU:
+        kill_server(Run(folder, model, "by-ipc-restarted", server, 'engine.weights="ipc"'), server)
+
+
+def folders(folder: Path, model: Path, server: Server) -> None:
+    kill_server(Run(folder, model, "by-folder-restarted", server, 'engine.weights="folder"'), server)
+
+
+def adapters(folder: Path, model: Path, server: Server) -> None:
+    lora = ['train.method="lora"', "train.lr=5e-4"]
+    kill_run(Run(folder, model, "killed-lora", server, *lora), server, model, paused=False)
+    kill_server(Run(folder, model, "lora-restarted", server, *lora), server)
+    models = json.loads(ask(f"{server.url}/v1/models") or b'{"data": []}')
+    tell("the server holds " + ", ".join(each["id"] for each in models["data"]))
+
+
+PARTS: dict[str, tuple[Callable[[Path, Path, Server], None], list[str]]] = {
+    "transfer": (transfer, [] if CPU else ["--weight-transfer-config", '{"backend": "ipc"}']),
+    "folder": (folders, []),
+    "adapters": (adapters, ["--enable-lora", "--max-loras", "4", "--max-lora-rank", "16"]),
+}
+
+
+def play(name: str, folder: Path, model: Path, server: Server) -> None:
+    try:
+        server.wait_up()
+        tell(f"the server for {name} is up, vLLM {json.loads(ask(f'{server.url}/version') or b'{}').get('version')}")
+        PARTS[name][0](folder, model, server)
+        tell(f"{name}: done")
+    except Exception:
+        tell(f"{name}: {traceback.format_exc()}\n{server.log.read_text(errors='replace')[-2500:]}")
 
 
 def stop(number: int, frame: object) -> None:
@@ -179,29 +218,25 @@ def stop(number: int, frame: object) -> None:
     sys.exit(128 + number)
 
 
-def main(model: Path) -> None:
+def main(model: Path, names: list[str]) -> None:
     signal.signal(signal.SIGTERM, stop)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as made:
-        folder = Path(made)
-        transfer = [] if CPU else ["--weight-transfer-config", '{"backend": "ipc"}']
-        one = Server(folder, model, 8711, *transfer)
-        servers = [one]
+        folder, servers = Path(made), list[Server]()
         try:
-            if not one.wait_up(150 if not CPU else 900):
-                return
-            tell(f"{one.url} is up")
-            threads = [threading.Thread(target=first_server, args=(folder, model, one), daemon=True)]
-            if "--one" not in sys.argv:
-                servers.append(two := Server(folder, model, 8712))
-                threads.append(threading.Thread(target=second_server, args=(folder, model, two), daemon=True))
-            for thread in threads:
-                thread.start()
+            threads = list[threading.Thread]()
+            for port, name in enumerate(names, start=8711):
+                servers.append(Server(folder, model, port, *PARTS[name][1]))
+                threads.append(threading.Thread(target=play, args=(name, folder, model, servers[-1]), daemon=True))
+                threads[-1].start()
             for thread in threads:
                 thread.join()
         finally:
+            for process in RUNS:
+                process.kill()
             for server in servers:
                 server.kill()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    given = [argument for argument in sys.argv[1:] if not argument.startswith("--")]
+    main(Path(given[0]), given[1:] or list(PARTS))

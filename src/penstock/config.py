@@ -157,15 +157,25 @@ class TrainSection(Section):
     weight_decay: float = Field(default=0.0, ge=0)
     """Of AdamW."""
     advantage: str = "grpo"
-    """`grpo` or `dr_grpo`."""
+    """How rewards become credit: `grpo`, `dr_grpo`, `rloo`, `gae` and others, see docs/algorithms.md."""
+    advantage_settings: dict[str, Any] = Field(default={}, exclude_if=lambda given: not given)
+    """Settings of that advantage, each with its default in docs/algorithms.md."""
     loss: str = "clip"
-    """`clip`: PPO's, with a truncated importance weight."""
+    """`clip`: PPO's, with a truncated importance weight. Others: `dapo`, `gspo`, `cispo`, `sapo`, `icepop`, `reinforce`."""
+    loss_settings: dict[str, Any] = Field(default={}, exclude_if=lambda given: not given)
+    """Settings of that loss."""
+    mean: Literal["auto", "rollout", "token", "constant"] = "auto"
+    """What the loss is a mean over: `rollout` weighs all rollouts the same, `token` all tokens of the batch, `constant` divides a
+    rollout's sum by 128 tokens. `auto` is `constant` for `dr_grpo`, `token` for `dapo`, else `rollout`."""
     clip_low: float = Field(default=0.2, gt=0, lt=1)
     """How far a token's probability may fall, on one batch, before its gradient stops."""
     clip_high: float = Field(default=0.28, gt=0)
     """Wider above than below (DAPO's clip-higher): it keeps rare good tokens learning."""
     importance_cap: float = Field(default=2.0, gt=0)
     """Ceiling of the importance weight that corrects for stale or tempered behaviour."""
+    unknown_logprobs: Literal["mask", "recompute"] = "mask"
+    """For tokens whose engine did not tell the probabilities that it sampled with, such as a vLLM in its default log-probabilities
+    mode at another temperature than 1: `mask` does not train them; `recompute` takes the trainer's own, from before the update."""
     kl: float = Field(default=0.0, ge=0)
     """Weight of the KL penalty to the start policy; 0 keeps no second model in memory."""
     grad_clip: float = Field(default=1.0, gt=0)
@@ -344,6 +354,23 @@ class ScaleSection(Section):
     """Of a running cluster, such as `10.0.0.1:6379`, or `auto`; empty starts one on this machine for the run."""
 
 
+class TrackSection(Section):
+    """`[track]`: other dashboards in which the run can be followed, besides `penstock view`."""
+
+    to: tuple[str, ...] = ()
+    """Any of `tensorboard`, `wandb`, `mlflow`, `trackio`, each an extra of penstock, and plug-ins; several at once."""
+    project: str = Field(default="penstock", min_length=1)
+    """What they group runs by; MLflow calls it an experiment."""
+    name: str = ""
+    """Of the run there; empty takes `run.name`."""
+    mode: Literal["auto", "offline"] = "auto"
+    """`auto` is as each is set up by its own environment variables; `offline` keeps everything on this machine."""
+    rollouts: int = Field(default=8, ge=0, le=1000)
+    """Rollouts of each step, or of an evaluation, that they get with their conversations: the best and the worst of each group."""
+    checkpoint: bool = False
+    """Whether they get the last checkpoint when the run ends."""
+
+
 class RunConfig(Section):
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()
@@ -358,6 +385,7 @@ class RunConfig(Section):
     pool: PoolSection = PoolSection()
     gateway: GatewaySection = GatewaySection()
     scale: ScaleSection = ScaleSection()
+    track: TrackSection = TrackSection()
     policies: dict[PolicyName, PolicySection] = Field(default_factory=dict[str, PolicySection], exclude_if=lambda named: not named)
     """By the model name that agents ask for. Empty: one policy, under every name."""
     executor: dict[str, Any] = Field(default_factory=dict[str, Any])
@@ -557,6 +585,11 @@ def secret(variable: str, key: str) -> str:
     if value := os.environ.get(variable, ""):
         return value
     raise ConfigError(f"{key}: the environment has no {variable}; set it")
+
+
+def first_variable(*names: str) -> str | None:
+    """Return the first of these environment variables that is set."""
+    return next((name for name in names if os.environ.get(name)), None)
 
 
 def run_secrets() -> tuple[str, ...]:

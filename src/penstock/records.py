@@ -7,10 +7,13 @@ Each is made in one file: Task in `sdk/dataset`, Rollout in `rollout/scheduler`,
 frozen; `codec` alone writes them out and reads them back.
 """
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
 
+NO_LIMIT = 2**31 - 1
+"""`Sampling.max_tokens` of a reply that nobody limits: it may fill the model's context."""
 Message = dict[str, Any]
 """One chat message in the OpenAI form: role, content, tool_calls, tool_call_id."""
 
@@ -64,6 +67,27 @@ class End(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReplyFormat:
+    """JSON that a caller asks for as the whole reply."""
+
+    schema: dict[str, Any] | None = None
+    """JSON schema; None for any object."""
+    name: str = "reply"
+    description: str = ""
+    strict: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplyGrammar:
+    """What a reply may consist of: at each token, those that the grammar does not allow have probability 0."""
+
+    lark: str
+    """The grammar's source, in the Lark form of llguidance. It begins where the reply's tokens begin."""
+    schema: str = ""
+    """The JSON schema that says the same, for servers that take no grammar; empty if none does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """How the engine is to sample one reply."""
 
@@ -78,6 +102,8 @@ class Sampling:
     stop: tuple[str, ...] = ()
     """Strings; the tokens that complete one are kept in the record and cut from the text."""
     seed: int | None = None
+    grammar: ReplyGrammar | None = None
+    """None: every token is allowed."""
 
     @property
     def truncated(self) -> bool:
@@ -131,7 +157,11 @@ class Step:
     logprobs: tuple[float, ...]
     """Of `completion_ids`, under the distribution that they were sampled from; same length."""
     full_logprobs: tuple[float, ...] | None = None
-    """The same under the untempered, untruncated distribution; None where the two are the same, or the engine cannot tell it."""
+    """The same under the untempered, untruncated distribution; None where the two are the same, or the engine cannot tell it.
+
+    Tokens that the grammar does not allow are left out of both."""
+    behaviour_known: bool = True
+    """False: the engine told the plain log-probabilities only, which `logprobs` then holds, not those that it sampled with."""
     versions: tuple[int, ...]
     """Per token: the policy version that the engine served, not the one the caller hoped for."""
     sampling: Sampling
@@ -174,6 +204,8 @@ class Grade:
     transcript: str | None = None
     """None: the reward is for the whole rollout."""
     step: int | None = None
+    components: dict[str, float] = field(default_factory=dict[str, float])
+    """Named parts of the reward, which includes their sum; only in a grade of the whole rollout."""
 
 
 ADHOC_CHANNEL = "adhoc"
@@ -229,15 +261,32 @@ class Attempt:
         return None if reward is None or abs(reward) > MAX_REWARD else reward
 
     @property
+    def components(self) -> dict[str, float]:
+        """The named parts of the rollout's own grade; empty without a reward."""
+        whole = [g for g in self.grades if g.transcript is None and g.step is None]
+        return whole[-1].components if whole and self.reward is not None else {}
+
+    @property
     def grades_total(self) -> float | None:
         """What its grades come to, however it ended; None without grades."""
-        whole = [g.reward for g in self.grades if g.transcript is None and g.step is None]
-        parts = [g.reward for g in self.grades if g.transcript is not None and g.step is None]
-        if whole:
-            return whole[-1]
-        if parts:
-            return sum(parts) / len(parts)
-        return sum(g.reward for g in self.grades) if self.grades else None
+        return total_reward(self.grades)
+
+
+def total_reward(grades: Seq[Grade]) -> float | None:
+    whole = [g.reward for g in grades if g.transcript is None and g.step is None]
+    parts = [g.reward for g in grades if g.transcript is not None and g.step is None]
+    if whole:
+        return whole[-1]
+    if parts:
+        return sum(parts) / len(parts)
+    return sum(g.reward for g in grades) if grades else None
+
+
+def component_means(attempts: Seq[Attempt]) -> dict[str, float]:
+    """The mean of each named part of the reward over graded attempts; one that lacks a part counts as 0 there."""
+    graded = [attempt.components for attempt in attempts if attempt.reward is not None]
+    names = dict.fromkeys(name for parts in graded for name in parts)
+    return {name: sum(parts.get(name, 0.0) for parts in graded) / len(graded) for name in names}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,7 +331,7 @@ class Sequence:
     trained: tuple[bool, ...]
     """Per token: whether it was sampled and carries credit here. A reply on several paths is trained on one of them."""
     logprobs: tuple[float, ...]
-    """Per token: the engine's, under the distribution sampled from; 0 where not trained."""
+    """Per token: the engine's, under the distribution sampled from; 0 where not trained, infinite: the learner uses its own."""
     temperatures: tuple[float, ...]
     """Per token: that it was sampled at; 1 where not trained."""
     advantages: tuple[float, ...]
@@ -291,6 +340,8 @@ class Sequence:
     """Of each trained token in the loss: rollouts weigh the same, however many sequences they made."""
     versions: tuple[int, ...] = field(default=())
     """Per token: the policy version that sampled it; -1 where not trained."""
+    steps: tuple[int, ...] = field(default=())
+    """Per token: the step that sampled it; -1 where not trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,34 +1,61 @@
 """Where the clients are installed: Python environments and an npm prefix in a cache folder, made by `make test-clients`.
 
-Run as a program it installs what is missing. The versions are those that the tests ran with; clients whose requirements exclude
-each other get environments of their own, as their users would give them.
+Run as a program it installs the newest release of each, once a day, and prints which; `PENSTOCK_CLIENTS_KEEP=1` leaves what is
+there. Clients whose requirements exclude each other get environments of their own, as their users would give them.
 """
 
 import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 CACHE = Path(os.environ.get("PENSTOCK_CLIENTS_CACHE", "~/.cache/penstock/clients")).expanduser()
 
 PYTHON = {
-    "vendor": ("openai==3.49.0", "anthropic==2.8.0", "openai-agents==0.24.0"),
-    "strands": ("strands-agents[openai,anthropic]==1.62.0",),
-    "litellm": ("litellm==1.106.2", "mcp"),  # which imports mcp in calls with tools, and does not ask for it
-    "langchain": ("langchain==1.4.7", "langchain-openai==1.7.3", "langchain-anthropic==1.7.7"),
-    "mini-swe-agent": ("mini-swe-agent==2.4.6", "litellm==1.106.2", "mcp"),
+    "vendor": ("openai", "anthropic", "openai-agents"),
+    "strands": ("strands-agents[openai,anthropic]",),
+    "litellm": ("litellm[proxy]", "mcp"),  # which imports mcp in calls with tools, and does not ask for it
+    "langchain": ("langchain", "langchain-openai", "langchain-anthropic"),
+    "mini-swe-agent": ("mini-swe-agent", "mcp"),
+    "pydantic-ai": ("pydantic-ai-slim[openai,anthropic]",),
+    "instructor": ("instructor[anthropic]",),
+    "dspy": ("dspy",),
+    "smolagents": ("smolagents[openai]",),
+    "crewai": ("crewai",),
+    "adk": ("google-adk", "litellm"),
+    "autogen": ("autogen-agentchat", "autogen-ext[openai]"),
+    "agent-framework": ("agent-framework-core", "agent-framework-openai"),
+    "inspect": ("inspect-ai", "openai", "anthropic"),
+    "verifiers": ("verifiers",),
+    "tracing": ("mlflow-skinny", "langfuse", "openai"),
+    "aider": ("aider-chat",),
+    "openhands": ("openhands-sdk", "openhands-tools"),
+    "harbor": ("harbor",),
 }
+NEEDS_3_12 = {"openhands", "harbor"}
+"""Environments whose packages do not install with Python 3.11."""
 
-NPM = {
-    "openai": "6.49.0",
-    "@anthropic-ai/sdk": "1.8.0",
-    "@anthropic-ai/claude-code": "2.1.197",
-    "@openai/codex": "0.166.0",
-    "@qwen-code/qwen-code": "0.15.10",
-}
+NPM = (
+    "openai",
+    "@anthropic-ai/sdk",
+    "@anthropic-ai/claude-code",
+    "@openai/codex",
+    "@qwen-code/qwen-code",
+    "opencode-ai",
+    "@mariozechner/pi-coding-agent",
+    "@continuedev/cli",
+    "ai",
+    "@ai-sdk/openai",
+    "@ai-sdk/openai-compatible",
+    "@ai-sdk/anthropic",
+    "zod",
+)
 
+PINS: dict[str, str] = {}
+"""Package, to the only version that works, with the reason beside it: for a newest release that is broken by itself."""
 
 PROJECT = "project"
 """The environment that the tests themselves run in."""
@@ -51,40 +78,76 @@ def bin_of(environment: str) -> Path:
 
 def missing(environment: str) -> bool:
     """Whether an environment (`npm`, or one of `PYTHON`) is not there as it should be."""
-    stamp = _folder(environment) / ".installed"
-    return not stamp.exists() or stamp.read_text() != _wanted(environment)
+    stamp = _stamp(environment)
+    return not stamp.exists() or json.loads(stamp.read_text())["wanted"] != list(_wanted(environment))
 
 
-def install() -> None:
-    """Make what is missing; what fails says so by pip's or npm's own words."""
-    for environment in (*PYTHON, "npm"):
-        if not missing(environment):
-            continue
-        print(f"installing {environment}: {_wanted(environment)}", file=sys.stderr, flush=True)
-        _folder(environment).mkdir(parents=True, exist_ok=True)
-        _install_npm() if environment == "npm" else _install_python(environment)
-        (_folder(environment) / ".installed").write_text(_wanted(environment))
+def versions(environment: str) -> dict[str, str]:
+    """The installed version of each of its packages."""
+    return json.loads(_stamp(environment).read_text())["versions"]
+
+
+def interpreter(environment: str) -> str | None:
+    """The Python that an environment is made with; None if this machine has none that is new enough."""
+    if environment not in NEEDS_3_12 or sys.version_info >= (3, 12):
+        return sys.executable
+    found = [Path(f"~/.pyenv/versions/{each}/bin/python").expanduser() for each in ("3.12.1", "3.13.0")]
+    names = ["python3.12", "python3.13", *map(str, found)]
+    return next(
+        (name for name in names if subprocess.run([name, "-c", ""], capture_output=True, check=False).returncode == 0), None
+    )
+
+
+def install(environments: list[str]) -> None:
+    """Install or upgrade; what fails says so by pip's or npm's own words."""
+    for environment in environments or [*PYTHON, "npm"]:
+        if missing(environment) or (_age_days(environment) >= 1 and "PENSTOCK_CLIENTS_KEEP" not in os.environ):
+            print(f"installing {environment}: {', '.join(_wanted(environment))}", file=sys.stderr, flush=True)
+            _folder(environment).mkdir(parents=True, exist_ok=True)
+            made = _install_npm() if environment == "npm" else _install_python(environment)
+            _stamp(environment).write_text(json.dumps({"wanted": _wanted(environment), "versions": made}))
+        print(environment, *(f"{name} {version}" for name, version in versions(environment).items()), sep="  ", flush=True)
 
 
 def _folder(environment: str) -> Path:
     return npm_prefix() if environment == "npm" else CACHE / "python" / environment
 
 
-def _wanted(environment: str) -> str:
-    return json.dumps(NPM if environment == "npm" else PYTHON[environment])
+def _stamp(environment: str) -> Path:
+    return _folder(environment) / ".installed"
 
 
-def _install_python(environment: str) -> None:
-    subprocess.run([sys.executable, "-m", "venv", _folder(environment)], check=True)
-    pip = [python_of(environment), "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt"]
-    subprocess.run([*pip, *PYTHON[environment]], check=True)
+def _age_days(environment: str) -> float:
+    return (time.time() - _stamp(environment).stat().st_mtime) / 86400
 
 
-def _install_npm() -> None:
-    packages = [f"{name}@{version}" for name, version in NPM.items()]
+def _wanted(environment: str) -> list[str]:
+    return [f"{each}{PINS.get(each, '')}" for each in (NPM if environment == "npm" else PYTHON[environment])]
+
+
+def _install_python(environment: str) -> dict[str, str]:
+    python = interpreter(environment)
+    if python is None:
+        raise SystemExit(f"{environment} needs Python 3.12, which is not on this machine")
+    subprocess.run([python, "-m", "venv", _folder(environment)], check=True)
+    pip = [str(python_of(environment)), "-m", "pip", "--disable-pip-version-check"]
+    subprocess.run([*pip, "install", "-q", "--upgrade", "-c", ROOT / "constraints.txt", *_wanted(environment)], check=True)
+    listed = json.loads(subprocess.run([*pip, "list", "--format", "json"], check=True, capture_output=True).stdout)
+    names = {_plain(each) for each in PYTHON[environment]}
+    return {each["name"]: each["version"] for each in listed if _plain(each["name"]) in names}
+
+
+def _plain(requirement: str) -> str:
+    return requirement.partition("[")[0].lower().replace("_", "-")
+
+
+def _install_npm() -> dict[str, str]:
+    packages = [f"{name}@{PINS.get(name, '').removeprefix('==') or 'latest'}" for name in NPM]
     options = ["--prefix", npm_prefix(), "--no-audit", "--no-fund", "--no-update-notifier"]
     subprocess.run(["npm", "install", *options, *packages], check=True, cwd=npm_prefix())
+    modules = npm_prefix() / "node_modules"
+    return {name: json.loads((modules / name / "package.json").read_text())["version"] for name in NPM}
 
 
 if __name__ == "__main__":
-    install()
+    install(sys.argv[1:])

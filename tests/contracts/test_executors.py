@@ -18,6 +18,11 @@ CASES = {
     "talks": Case(do="talks", grade="each_step"),
     "two-agents": Case(do="two_agents", grade="each"),
     "everything": Case(do="two_agents", grade="everything"),
+    "parts": Case(grade="adds_parts"),
+    "parts-of-two": Case(do="two_agents", grade="adds_parts_to_each"),
+    "parts-alone": Case(grade="only_adds_parts"),
+    "parts-of-number": Case(grade="returns_and_adds"),
+    "parts-str": Case(grade="adds_words"),
     "number": Case(grade="returns"),
     "unicode": Case(say="☃ été 数学 🎲 \u202e"),
     "own-words": Case(do="returns_messages", grade="each"),
@@ -62,6 +67,10 @@ GRADED = {
     "answers": WHOLE,
     "talks": [(None, 0, 0.0), (None, 1, 0.25), (None, 2, 0.5)],
     "two-agents": [("planner", None, 0.5), ("executor", None, 1.5)],
+    "parts": [(None, None, 0.75)],
+    "parts-of-two": [(None, None, 1.25), ("planner", None, 0.5), ("executor", None, 1.5)],
+    "parts-alone": [(None, None, 0.25)],
+    "parts-of-number": [(None, None, 0.75)],
     "number": [(None, None, 0.75)],
     "unicode": WHOLE,
     "own-words": [("main", None, 0.5)],
@@ -100,6 +109,7 @@ ENDED = {
     "too-much": (End.GRADER_ERROR, r"grader 'check': reward 1e\+308 is not between -1e\+09 and 1e\+09"),
     "too-much-in-all": (End.GRADER_ERROR, r"grader 'check': reward 2\.7e\+09 is not between"),
     "str": (End.GRADER_ERROR, r"grader 'check': reward 'high' is not a finite number"),
+    "parts-str": (End.GRADER_ERROR, r"grader 'check': reward 'high' is not a finite number"),
     "returned-str": (End.GRADER_ERROR, r"grader 'check': reward '0\.5' is not a finite number"),
     "past-the-setter": (End.GRADER_ERROR, r"grader 'check': reward -inf is not a finite number"),
 }
@@ -166,6 +176,13 @@ def test_graded_case_completes_with_its_rewards(case, came):
     assert (attempt.end, attempt.message) == (End.COMPLETED, "")
     assert came[case].grades == GRADED[case]
     assert {grade.source for grade in attempt.grades} == {"check"}
+
+
+def test_named_parts_of_a_reward_are_stored_with_its_grade(came):
+    parts = {"format": 0.25}
+    assert came["parts"].attempt.components == {"format": 0.25, "length": -0.5}
+    assert [came[case].attempt.components for case in ("parts-of-two", "parts-alone", "parts-of-number")] == [parts] * 3
+    assert came["answers"].attempt.components == {}
 
 
 def test_rewards_of_all_three_kinds_come_together(came):

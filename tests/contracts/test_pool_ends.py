@@ -186,3 +186,27 @@ def test_ends_that_cannot_be_given_do_not_keep_their_neighbours_from_theirs(run)
         assert (await pool.stats()).ends == {"lost": 1, "completed": 6}
 
     run(act)
+
+
+def test_end_with_the_only_grades_is_refused_for_a_rollout_that_was_graded_before(run) -> None:
+    """A forged grade neither stays beside the run's own nor takes its place; those that end in the same moment are not touched."""
+
+    async def act(pool: Pool) -> None:
+        await open_groups(pool, size=4)
+        names = [rollout.id for rollout in places(0, 4)]
+        grades = [Grade(rollout_id=name, reward=0.0, source="g") for name in names]
+        await pool.grade(replace(grades[1], reward=1.0, source="forged"))
+        await pool.grade(grades[2])  # the same as the run's own, but not given by it
+
+        async def end(grade: Grade) -> str:
+            try:
+                return str(await pool.end(grade.rollout_id, End.COMPLETED, grades=[grade], only_grades=True))
+            except PoolError as refused:
+                return str(refused)
+
+        told = await asyncio.gather(*map(end, grades))
+        assert [each if each == "True" else "graded already" in each for each in told] == ["True", True, True, "True"]
+        assert [(await pool.attempt(name)).end for name in names] == [End.COMPLETED, None, None, End.COMPLETED]
+        assert await pool.end(names[1], End.GRADER_ERROR, "forged")
+
+    run(act)

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from penstock.testing import write_tokenizer
 
-ENGINE = "cli_engine:open_engine"
+ENGINE, ENDLESS = "cli_engine:open_engine", "cli_engine:open_endless"
 USER = {"role": "user", "content": "What is 6 times 7?"}
 
 

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from penstock.chat.bridge import PROBE_TOOLS, PROBE_USER, Bridge
+from penstock.chat.grammars import GrammarWriter
 from penstock.chat.parsers import TOOL_FORMATS
 from penstock.chat.parsers.base import ParseOptions, ReplyParser, ToolFormat, close_reasoning, find_reasoning_tags, opens_reasoning
 from penstock.chat.parsers.hermes import Hermes
 from penstock.chat.templates import ChatTemplate, Tool, has_reasoning, simpler_forms
 from penstock.chat.tokenizer import TextDecoder, Tokenizer
 from penstock.errors import ModelError, RenderError
-from penstock.records import Message
+from penstock.records import Message, ReplyFormat, ReplyGrammar
 
 PROMPT_TAIL_TOKENS = 16
 """Tokens at a prompt's end that are decoded to see whether it opens reasoning; even a tag spelled in bytes has fewer."""
@@ -52,6 +53,8 @@ class Renderer:
         self.stop_ids = self._find_stop_ids()
         """Ids that end a reply."""
         self._hidden_ids = self._find_hidden_ids()
+        added = tokenizer.core.get_added_tokens_decoder()
+        self.grammars = GrammarWriter(self._format, self._tags, [(token.content, i) for i, token in added.items()])
 
     @classmethod
     def load(cls, folder: Path) -> "Renderer":
@@ -109,6 +112,16 @@ class Renderer:
         close = close_reasoning(self._tags) if self._tags and self._opens_reasoning(prompt) else ""
         shielded = begin(self.tokenizer.shield(name))
         return RenderedPrompt(tuple(self.tokenizer.encode(f"{close}{shielded}")), f"{close}{begin(name)}")
+
+    def reply_grammar(
+        self, form: ReplyFormat, tools: Sequence[Tool], strict: frozenset[str], *, prompt: Sequence[int]
+    ) -> ReplyGrammar:
+        """The grammar of a reply that is JSON; see `GrammarWriter.reply`."""
+        return self.grammars.reply(form, tools, strict, thinking=self._opens_reasoning(prompt))
+
+    def text_grammar(self, tools: Sequence[Tool], strict: frozenset[str], *, prompt: Sequence[int]) -> ReplyGrammar | None:
+        """The grammar of text with calls; see `GrammarWriter.free_text`."""
+        return self.grammars.free_text(tools, strict, thinking=self._opens_reasoning(prompt))
 
     def parser(self, *, calls: bool, eager: bool, tools: Sequence[Tool] = (), prompt: Sequence[int] | None = None) -> ReplyParser:
         """A parser for one reply; see `ParseOptions`. `prompt` shows whether the reply begins inside reasoning."""

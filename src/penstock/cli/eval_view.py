@@ -121,7 +121,7 @@ def as_text(found: "Evaluation", page: Path | None, train: str) -> str:
     own = found.outcome
     status = "failed" if own.all_failed and found.status == "finished" else found.status
     head = f"Evaluation {found.name} {status}: {own.tasks} tasks x {own.samples} of {found.model} in {clock(found.seconds)}."
-    rows = [("reward", _estimate(own.reward))]
+    rows = [("reward", _estimate(own.reward)), *_components(own)]
     rows += [(f"pass@{k}", _estimate(value)) for k, value in own.passes.items()]
     rows.append(("rollouts", f"{own.rollouts:,}: {counts(own.ends)}" if own.ends else "0"))
     for end, messages in own.reasons.items():
@@ -142,7 +142,11 @@ def as_text(found: "Evaluation", page: Path | None, train: str) -> str:
 
 
 def regrade_text(own: "EvalOutcome", before: Path, folder: Path) -> str:
-    rows = [("reward", _estimate(own.reward)), *((f"pass@{k}", _estimate(value)) for k, value in own.passes.items())]
+    rows = [
+        ("reward", _estimate(own.reward)),
+        *_components(own),
+        *((f"pass@{k}", _estimate(value)) for k, value in own.passes.items()),
+    ]
     rows += [("rollouts", f"{own.rollouts:,}: {counts(own.ends)}"), ("folder", str(folder))]
     rows.append(("next", f"penstock eval compare {before} {folder}"))
     return f"\n{aligned(rows)}\n"
@@ -169,6 +173,10 @@ def _spent(spent: "Spending") -> list[tuple[str, str]]:
 
 def _estimate(value: "Estimate | None") -> str:
     return "-" if value is None else f"{value.value:.3f}   95 % between {value.low:.3f} and {value.high:.3f}"
+
+
+def _components(own: "EvalOutcome") -> list[tuple[str, str]]:
+    return [(f"  {name}", _estimate(value)) for name, value in own.components.items()]
 
 
 def _difference(value: "Difference") -> str:
@@ -228,6 +236,7 @@ def comparison_lines(found: "Comparison") -> str:
 def _outcome(own: "EvalOutcome") -> list[PlainLine]:
     lines = [PlainLine("tasks", own.tasks), PlainLine("samples", own.samples), PlainLine("rollouts", own.rollouts)]
     lines += [_estimate_lines("reward", own.reward), *(_estimate_lines(f"pass@{k}", value) for k, value in own.passes.items())]
+    lines += [_estimate_lines(f"component.{name}", value) for name, value in own.components.items()]
     lines += [PlainLine(f"end.{end}", count) for end, count in own.ends.items()]
     return [*lines, *_spent_lines(own.spent)]
 

@@ -11,7 +11,7 @@ import orjson
 import typer
 
 from penstock.cli.interrupts import INTERRUPTED, Interrupts
-from penstock.cli.output import stage_progress, warn
+from penstock.cli.output import counts, stage_progress, warn
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -185,9 +185,11 @@ async def _serve(notices: GatewayNotices, sock: socket.socket) -> int | None:
         opening = open_gateway(
             notices.settings, notices.model, folder=notices.folder, secret=secret, sock=sock, is_open=notices.is_open
         )
-        async with opening:
+        async with opening as opened:
             notices.announce(os.getpid(), workers=1)
             await stop.wait()
+        if opened.gateway.counts:
+            notices.warn(f"not done as asked: {counts(opened.gateway.counts)}")
         return interrupts.first
 
 

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.cli.output import NOTICES, clock, counts, misreported_text, percent, rate, reward_text, sparkline
-from penstock.run.folder import RunFolder
+from penstock.run.folder import RunFolder, component_values
 
 REPLIES_EVERY = 5
 """Steps from one line with examples of replies to the next, where there is no terminal."""
@@ -308,6 +308,7 @@ def _step_line(fields: dict[str, Any], state: RunState) -> str:
         for name, policy in fields.get("policies", {}).items()
         if not policy["frozen"] and policy["reward"] is not None
     )
+    own += "".join(f"  {name} {reward_text(mean)}" for name, mean in component_values(fields).items())
     failed = fields["rollouts"] - fields["ends"].get("completed", 0)
     own += f"  ({failed} of {fields['rollouts']} rollouts failed)" if failed else ""
     line = f"step {done}  reward {reward_text(fields['reward'])}{own}  {groups}  exact {exact}  {speed} tok/s  {spark}"

@@ -401,7 +401,8 @@ def _task(task: Task) -> list[str]:
 
 def _grade(grade: Any) -> str:
     about = grade.transcript or "the rollout"
-    return f"{grade.reward:g} from {grade.source} for {about}{'' if grade.step is None else f', step {grade.step}'}"
+    parts = f" ({', '.join(f'{name} {value:g}' for name, value in grade.components.items())})" if grade.components else ""
+    return f"{grade.reward:g}{parts} from {grade.source} for {about}{'' if grade.step is None else f', step {grade.step}'}"
 
 
 def _mark(mark: Any) -> str:

@@ -105,6 +105,8 @@ class RecordedCommand:
     folder: Path
     seconds: float
     in_process: bool
+    notices: Mapping[str, int]
+    """What was not done as the command asked, by name."""
 
     @property
     def verify(self) -> str | None:
@@ -147,7 +149,14 @@ async def _record(
             attempt = await opened.pool.attempt(rollout.id)
     seconds = time.monotonic() - started
     code = TIMED_OUT if ended.timed_out else ended.code
-    return RecordedCommand(attempt=attempt, code=code, folder=folder, seconds=seconds, in_process=settings.engine.in_process)
+    return RecordedCommand(
+        attempt=attempt,
+        code=code,
+        folder=folder,
+        seconds=seconds,
+        in_process=settings.engine.in_process,
+        notices=opened.gateway.counts,
+    )
 
 
 # The command and its terminal
@@ -238,6 +247,7 @@ def as_object(recorded: RecordedCommand) -> dict[str, Any]:
         "exact_tokens": exact.exact_tokens,
         "exact_token_rate": exact.rate,
         "breaks": dict(breaks(attempt)),
+        "notices": dict(sorted(recorded.notices.items())),
         "seconds": round(recorded.seconds, 3),
         "folder": str(recorded.folder),
         "channel": attempt.rollout.channel,
@@ -252,6 +262,7 @@ def as_text(recorded: RecordedCommand) -> str:
     rows.append(("exact", f"{percent(fields['exact_token_rate'])} of {fields['sampled_tokens']:,} sampled tokens"))
     rows += [("", line) for line in wrap(fields.get("hint", ""), 66)]
     rows += [("breaks", counts(fields["breaks"]))] if fields["breaks"] else []
+    rows += [("not done", line) for line in wrap(counts(fields["notices"]), 66)]
     rows.append(("record", f"{fields['folder']} (rollout {fields['rollout_id']})"))
     rows += [("next", fields["next"])] if fields["next"] else []
     return f"\n{aligned(rows)}\n"

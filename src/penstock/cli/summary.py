@@ -124,9 +124,12 @@ def _result_rows(result: TrainingResult) -> list[tuple[str, str]]:
 def _exact_rows(summary: "Summary") -> list[tuple[str, str]]:
     unhashed = f", {summary.unhashed_tokens:,} without a digest of their context" if summary.unhashed_tokens else ""
     rows = [("exact", f"{percent(summary.exact_token_rate)} of {summary.sampled_tokens:,} sampled tokens{unhashed}")]
+    if summary.behaviour_unknown_tokens:
+        fate = f"{summary.recomputed_tokens:,} trained with the trainer's own" if summary.recomputed_tokens else "none trained"
+        rows.append(("unknown", f"behaviour log-probability of {summary.behaviour_unknown_tokens:,} sampled tokens: {fate}"))
     masked = {reason: count for reason, count in summary.masked.items() if reason != "zero_advantage"}  # that is no fault
     named = [("not exact", "tokens: ", summary.inexact), ("masked", "steps: ", masked), ("breaks", "", summary.breaks)]
-    named.append(("dropped", "groups: ", summary.dropped))
+    named += [("dropped", "groups: ", summary.dropped), ("not done", "calls: ", summary.notices)]
     return rows + [(label, f"{of}{counts(numbers)}") for label, of, numbers in named if numbers]
 
 

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from sys import intern
 from types import MappingProxyType
@@ -33,6 +33,8 @@ class EvalOutcome:
     """Mean over tasks of the mean over their attempts; None if no attempt has ended."""
     passes: dict[int, Estimate]
     """pass@k by k."""
+    components: dict[str, Estimate] = field(default_factory=dict[str, Estimate])
+    """Of each named part of the reward, as `reward`: an attempt that lacks it counts as 0."""
     ends: dict[str, int]
     reasons: dict[str, dict[str, int]]
     """For each end other than completed: its ten most common messages, with counts."""
@@ -49,7 +51,8 @@ class EvalOutcome:
         own = asdict(self)
         del own["spent"]
         passes = {str(k): value._asdict() for k, value in self.passes.items()}
-        return own | {"reward": self.reward and self.reward._asdict(), "passes": passes} | self.spent.as_json()
+        parts = {name: value._asdict() for name, value in self.components.items()}
+        return own | {"reward": self.reward and self.reward._asdict(), "passes": passes, "components": parts} | self.spent.as_json()
 
 
 class EndedAttempt(NamedTuple):
@@ -60,6 +63,8 @@ class EndedAttempt(NamedTuple):
     reward: float
     """0 if the attempt failed."""
     usage: RolloutUsage
+    components: Mapping[str, float] = MappingProxyType({})
+    """Named parts of the reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +83,9 @@ class TaskScores:
     @property
     def mean(self) -> float:
         return sum(self.rewards) / len(self.attempts)
+
+    def mean_of(self, component: str) -> float:
+        return sum(each.components.get(component, 0.0) for each in self.attempts) / len(self.attempts)
 
 
 async def score_tasks(groups: AsyncIterable[Group]) -> list[TaskScores]:
@@ -100,6 +108,7 @@ def outcome(
         samples=section.samples,
         rollouts=len(attempts),
         reward=estimate([each.mean for each in scored]) if scored else None,
+        components={name: estimate([each.mean_of(name) for each in scored]) for name in _component_names(attempts)},
         passes={k: estimate([_pass(each, k, section.passes) for each in whole]) for k in section.k if whole},
         ends=dict(Counter(str(each.end) for each in attempts)),
         reasons=_reasons(attempts),
@@ -110,8 +119,14 @@ def outcome(
 def _ended_attempts(group: Group) -> tuple[EndedAttempt, ...]:
     """Interns messages, as many attempts fail with the same one."""
     return tuple(
-        EndedAttempt(a.end, intern(a.message), a.reward or 0.0, rollout_usage(a)) for a in group.attempts if a.end is not None
+        EndedAttempt(a.end, intern(a.message), a.reward or 0.0, rollout_usage(a), a.components)
+        for a in group.attempts
+        if a.end is not None
     )
+
+
+def _component_names(attempts: Iterable[EndedAttempt]) -> list[str]:
+    return list(dict.fromkeys(name for each in attempts for name in each.components))
 
 
 def _pass(each: TaskScores, k: int, threshold: float) -> float:

@@ -117,6 +117,4 @@ class _Regrader:
         samples, rollout_id, source = make_samples(transcripts(attempt), {}), attempt.rollout.id, self._agent.grader_name
         folder = self._artifacts / rollout_id
         rewards = await self._work.grade(group.task, samples, timeout_s=self._timeout_s, artifacts_dir=folder)
-        return [
-            Grade(rollout_id=rollout_id, reward=value, source=source, transcript=name, step=index) for name, value, index in rewards
-        ]
+        return [each.as_grade(rollout_id, source) for each in rewards]

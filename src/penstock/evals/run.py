@@ -25,10 +25,11 @@ from penstock.rollout.scheduler import RunnerPort
 from penstock.run.folder import RunFolder, locked, open_run_folder
 from penstock.run.inputs import Inputs
 from penstock.run.opening import bind_pool, open_pool, open_rollout_runner, sampling
+from penstock.run.tracking import tracking
 from penstock.sdk.discovery import Agent
 
 MAY_CHANGE = (
-    "train.", "gateway.", "executor.", "scale.", "run.folder", "dataset.train", "eval.rows", "eval.k", "eval.passes",
+    "train.", "gateway.", "executor.", "scale.", "track.", "run.folder", "dataset.train", "eval.rows", "eval.k", "eval.passes",
     "eval.processes", "engine.price_", "engine.api_key_env", "engine.retries", "engine.retry_s", "engine.first_token_s",
     "engine.stall_s", "engine.slots", "engine.cache_tokens", "rollout.executor", "rollout.concurrency", "rollout.retries",
     "rollout.group", "rollout.min_size", "rollout.top_up", "rollout.max_", "rollout.overflow",
@@ -101,29 +102,43 @@ async def evaluate(
     with locked(folder.path), Events(folder.events) as events:
         events.listen(listener)
         await wait_for_processes(folder.path, events)
-        pool = open_pool(config, folder)
-        try:
-            await bind_pool(pool, folder)
-            planned = await plan_attempts(rows, pool, samples=config.eval.samples, retry_failed=retry_failed)
-            started = await _run_missing(config, inputs, folder, events, pool, planned, stop)
-            numbers = {row.number for row in rows}
-            scored = await score_tasks(group async for group in read_groups(pool) if group.seq in numbers)
-        finally:
-            await pool.close()
-        prices = prices_of(config.model_dump(include={"engine"}))
-        evaluation = Evaluation(
-            name=config.run.name,
-            folder=str(folder.path),
-            status="stopped" if stop.is_set() else "finished",
-            model=inputs.model,
-            outcome=outcome(scored, config.eval, prices=prices, seconds=rollout_seconds(folder.events)),
-            resumed=planned.done,
-            seconds=round(time.monotonic() - started, 3),
-            prices=prices,
-        )
-        folder.write_summary(orjson.dumps(as_json(evaluation)))
-        events.emit("eval.over", status=evaluation.status, rollouts=evaluation.outcome.rollouts)
-        return evaluation
+        async with tracking(config, folder, events):
+            return await _evaluate(config, inputs, folder, events, rows, stop, retry_failed=retry_failed)
+
+
+async def _evaluate(
+    config: RunConfig,
+    inputs: Inputs,
+    folder: RunFolder,
+    events: Events,
+    rows: list[EvalRow],
+    stop: asyncio.Event,
+    *,
+    retry_failed: bool,
+) -> Evaluation:
+    pool = open_pool(config, folder)
+    try:
+        await bind_pool(pool, folder)
+        planned = await plan_attempts(rows, pool, samples=config.eval.samples, retry_failed=retry_failed)
+        started = await _run_missing(config, inputs, folder, events, pool, planned, stop)
+        numbers = {row.number for row in rows}
+        scored = await score_tasks(group async for group in read_groups(pool) if group.seq in numbers)
+    finally:
+        await pool.close()
+    prices = prices_of(config.model_dump(include={"engine"}))
+    evaluation = Evaluation(
+        name=config.run.name,
+        folder=str(folder.path),
+        status="stopped" if stop.is_set() else "finished",
+        model=inputs.model,
+        outcome=outcome(scored, config.eval, prices=prices, seconds=rollout_seconds(folder.events)),
+        resumed=planned.done,
+        seconds=round(time.monotonic() - started, 3),
+        prices=prices,
+    )
+    folder.write_summary(orjson.dumps(as_json(evaluation)))
+    events.emit("eval.over", status=evaluation.status, rollouts=evaluation.outcome.rollouts)
+    return evaluation
 
 
 def as_json(evaluation: Evaluation) -> dict[str, Any]:

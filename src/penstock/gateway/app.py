@@ -33,6 +33,7 @@ from penstock.gateway.trajectories import Trajectories
 from penstock.http.listen import base_url, bind, is_loopback, known_names
 from penstock.pool.base import Pool
 from penstock.records import Attempt, Rollout, Sampling
+from penstock.sdk.routing import PLACEHOLDER_MODEL, PLACEHOLDER_NAMES
 from penstock.system.processes import protect_memory
 from penstock.system.redaction import Redactor
 
@@ -169,6 +170,7 @@ class Gateway:
             *self._model_routes(),
             Route("GET", "/v1/models", Access.MODEL, FunctionEndpoint(self._models)),
             Route("GET", "/v1/models/{model}", Access.MODEL, FunctionEndpoint(self._model)),
+            Route("GET", f"/v1/models/{PLACEHOLDER_MODEL}", Access.MODEL, FunctionEndpoint(self._model)),
             Route("GET", "/", Access.NONE, FunctionEndpoint(self._health)),
             Route("GET", "/health", Access.NONE, FunctionEndpoint(self._health)),
             Route("GET", "/docs", Access.NONE, FunctionEndpoint(self._docs)),
@@ -252,13 +254,14 @@ class Gateway:
         return json_response({"object": "list", "data": models, "has_more": False, "first_id": first, "last_id": last})
 
     async def _model(self, request: Request) -> Response:
-        asked, policies = request.path_params["model"], self._pipeline.policies
-        if policies.names and asked not in policies.names:
+        asked, policies = request.path_params.get("model", PLACEHOLDER_MODEL), self._pipeline.policies
+        found = "" if not policies.names and asked == self._pipeline.engine.model else policies.named(asked)
+        if found is None and policies.names:
             raise policies.unknown(asked)
-        if not policies.names and asked != self._pipeline.engine.model:
+        if found is None:
             text = f"there is no model {asked[:200]!r}; this gateway serves {self._pipeline.engine.model!r}"
             raise RequestError(text, status=404, code="model_not_found", param="model")
-        return json_response(self._describe(asked if policies.names else ""))
+        return json_response(self._describe(found) | ({"id": asked} if asked in PLACEHOLDER_NAMES else {}))
 
     def _describe(self, policy: str) -> dict[str, object]:
         """A policy (empty: the one model), with the fields that clients of any dialect read."""

@@ -8,7 +8,7 @@ from penstock.config import GatewaySection
 from penstock.engines.base import TokenPath
 from penstock.errors import RequestError
 from penstock.gateway.last_request import LastRequest
-from penstock.records import Message, Sampling, Step
+from penstock.records import Message, ReplyFormat, Sampling, Step
 
 
 class Caller(NamedTuple):
@@ -56,6 +56,12 @@ class ModelCall:
     """Whether tool calls in the reply are parsed."""
     forced: str | None = None
     """The tool that the reply must call, empty for any; None if the model may choose."""
+    strict: frozenset[str] = frozenset()
+    """The tools whose calls must follow their schemas."""
+    format: ReplyFormat | None = None
+    """The JSON that the reply must be; None if it may be any text."""
+    format_field: str = "response_format"
+    """Where the request holds `format`, for errors."""
     choices: int = 1
     stream: bool = False
     usage_in_stream: bool = False

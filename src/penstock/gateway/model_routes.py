@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import orjson
 from starlette.types import Receive, Scope, Send
 
-from penstock.errors import EngineBusy, EngineError, PenstockError, PoolError, RenderError, RequestError
+from penstock.errors import EngineBusy, EngineError, EngineRefused, PenstockError, PoolError, RenderError, RequestError
 from penstock.gateway.call import Caller, ConversationHistory, GatewayLimits, ModelCall, Prompt
 from penstock.gateway.call_pipeline import CallPipeline
 from penstock.gateway.dialects.base import Dialect, EventWriter, ModelAnswer, UnsentTokens
@@ -22,6 +22,7 @@ from penstock.gateway.session import RunningCall, Session
 from penstock.gateway.sources import no_tokens_error
 from penstock.http.asgi import ON_DISCONNECT, header, parse_json, read_body
 from penstock.records import Sampling, Step
+from penstock.sdk.routing import PLACEHOLDER_NAMES
 
 PROMPT_UID = "penstock.prompt_uid"
 """Scope key: the prompt's uid if the path or body names the rollout without a token of its own, else None."""
@@ -158,7 +159,7 @@ def parse_call(
     call = dialects[policy].parse(body, defaults, history)
     if not policy:
         return caller, call
-    if policy not in (body.get("model"), transcript):
+    if policy not in (body.get("model"), transcript) and body.get("model") not in PLACEHOLDER_NAMES:
         pipeline.count(f"answered_by_default:{call.model}")
     return caller._replace(transcript=transcript or policy), replace(call, policy=policy)
 
@@ -326,8 +327,10 @@ def as_request_error(error: PenstockError) -> RequestError:
     """The error as a caller gets it."""
     if isinstance(error, RequestError):
         return error
+    if isinstance(error, EngineBusy):
+        return RequestError(str(error), status=error.status, code="engine_busy", retry_after_s=error.retry_after_s)
     known: list[tuple[type[PenstockError], int, str]] = [
-        (EngineBusy, 503, "engine_busy"),
+        (EngineRefused, 400, "engine_refused"),
         (EngineError, 502, "engine_error"),
         (RenderError, 400, "invalid_messages"),
         (PoolError, 503, "not_recorded"),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from penstock.errors import ConfigError
 from penstock.gateway.auth import Headers
 from penstock.gateway.call import CallSummary
+from penstock.records import NO_LIMIT
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
@@ -283,7 +284,7 @@ def _request_attributes(summary: CallSummary) -> dict[str, Any]:
     assert call is not None
     sampling = call.sampling
     fields: dict[str, Any] = {
-        "gen_ai.request.max_tokens": sampling.max_tokens,
+        "gen_ai.request.max_tokens": sampling.max_tokens if sampling.max_tokens != NO_LIMIT else None,
         "gen_ai.request.temperature": sampling.temperature,
         "gen_ai.request.top_p": sampling.top_p,
         "gen_ai.request.top_k": float(sampling.top_k) if sampling.top_k else None,

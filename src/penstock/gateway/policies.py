@@ -8,6 +8,7 @@ from penstock.engines.base import Engine
 from penstock.engines.text_endpoints.base import TextEndpoint
 from penstock.errors import RequestError
 from penstock.gateway.sources import ReplySource, TextEndpointSource, TokenSource
+from penstock.sdk.routing import PLACEHOLDER_NAMES
 
 
 class ServedPolicy(NamedTuple):
@@ -43,6 +44,12 @@ class PolicySources:
         if self._default is None:
             raise self.unknown(model)
         return self._default
+
+    def named(self, model: str) -> str | None:
+        """The policy of this name, or that answers the placeholder; None if there is none."""
+        if model in self.names:
+            return model
+        return self._default if model in PLACEHOLDER_NAMES else None
 
     def unknown(self, model: object) -> RequestError:
         named = f"there is no model {str(model)[:200]!r}" if model else "the request names no model"

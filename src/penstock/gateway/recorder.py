@@ -120,6 +120,7 @@ def _step(graph: TokenGraph, node: Node, reply: ReplyBuilder, metadata: StepMeta
         completion_ids=tuple(reply.ids),
         logprobs=tuple(reply.logprobs),
         full_logprobs=None if reply.full_logprobs == reply.logprobs else tuple(reply.full_logprobs),
+        behaviour_known=reply.behaviour_known,
         versions=tuple(reply.versions),
         sampling=metadata.sampling,
         finish=reply.finish or "error",

@@ -95,6 +95,8 @@ class ReplyBuilder(ABC):
         self.ids: list[int] = []
         self.logprobs: list[float] = []
         self.full_logprobs: list[float] = []
+        self.behaviour_known = True
+        """See `Step.behaviour_known`."""
         self.versions: list[int] = []
         self.finish: Finish | None = None
         self.usage: Usage | None = None
@@ -160,6 +162,7 @@ class SampledReply(ReplyBuilder):
         self.ids += chunk.ids[:used]
         self.logprobs += chunk.logprobs[:used]
         self.full_logprobs += (chunk.full_logprobs or chunk.logprobs)[:used]
+        self.behaviour_known = self.behaviour_known and chunk.behaviour_known
         self.versions += chunk.versions[:used]
         deltas = self._issue(pieces)
         finish = "stop" if self._text.stopped else chunk.finish

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from penstock.chat.grammars import grammar_problem
 from penstock.chat.parsers.base import Reasoning, ReplyParser, Text
 from penstock.chat.renderer import Renderer
 from penstock.config import EngineSection
@@ -28,7 +29,16 @@ from penstock.gateway.dialects.base import DialectTokenizer
 from penstock.gateway.graph import TokenGraph
 from penstock.gateway.prompt import ContextBound, RootCache, make_prompt
 from penstock.gateway.reply import Delta, ReplyBuilder, ReplyText, SampledReply
-from penstock.records import Finish, Sampling, Usage
+from penstock.records import Finish, ReplyGrammar, Sampling, Usage
+
+
+class CallGrammar(NamedTuple):
+    """The grammar of a call's reply."""
+
+    grammar: ReplyGrammar | None = None
+    """None if the reply may be any text."""
+    ignored: tuple[str, ...] = ()
+    """What was asked for and cannot be enforced; see `ModelCall.ignored`."""
 
 
 class ReplySource(Protocol):
@@ -50,6 +60,10 @@ class ReplySource(Protocol):
         ...
 
     def length(self, prompt: Prompt) -> int: ...
+
+    def grammar(self, call: ModelCall, prompt: Prompt) -> CallGrammar:
+        """What the reply may consist of; RequestError if a schema cannot be enforced."""
+        ...
 
     def samplings(self, call: ModelCall, max_tokens: int, prompt: Prompt) -> list[Sampling]:
         """The sampling of each choice, with a seed of its own and at most `max_tokens`; RequestError if not possible."""
@@ -89,6 +103,27 @@ class TokenSource:
     def length(self, prompt: Prompt) -> int:
         return len(prompt.ids)
 
+    def grammar(self, call: ModelCall, prompt: Prompt) -> CallGrammar:
+        """See `ReplySource.grammar`. The schema of a tool that must be called binds if it can, that of a strict tool always."""
+        writer, tools = self._renderer.grammars, call.tools if call.reads_calls else ()
+        unmet = ("tools.strict",) if call.strict and tools else ()
+        if call.raw is not None:
+            return CallGrammar()
+        if call.forced is not None:
+            if not writer.constrains_calls:
+                return CallGrammar(None, unmet)
+            every = writer.forced_call(call.forced, tools, frozenset(tool["function"]["name"] for tool in tools))
+            if not grammar_problem(every.lark):
+                return CallGrammar(every)
+            return CallGrammar(_compilable(writer.forced_call(call.forced, tools, call.strict), "tools"), ("tools.parameters",))
+        if call.format is not None:
+            grammar = self._renderer.reply_grammar(call.format, tools, call.strict, prompt=prompt.ids)
+            return CallGrammar(_compilable(grammar, call.format_field), () if writer.constrains_calls else unmet)
+        if not call.strict or not tools:
+            return CallGrammar()
+        grammar = self._renderer.text_grammar(tools, call.strict, prompt=prompt.ids) if writer.constrains_calls else None
+        return CallGrammar(None, unmet) if grammar is None else CallGrammar(_compilable(grammar, "tools"))
+
     def samplings(self, call: ModelCall, max_tokens: int, prompt: Prompt) -> list[Sampling]:
         """See `ReplySource.samplings`; also limited by the model's context."""
         room = self.engine.context_length - len(prompt.ids)
@@ -120,6 +155,12 @@ class TokenSource:
         return self._renderer.parser(calls=call.reads_calls, eager=call.stream, tools=call.tools, prompt=prompt.ids)
 
 
+def _compilable(grammar: ReplyGrammar, field: str) -> ReplyGrammar:
+    if problem := grammar_problem(grammar.lark):
+        raise RequestError(f"{field}: the schema cannot be enforced: {problem}", code="invalid_schema", param=field)
+    return grammar
+
+
 def seeds(call: ModelCall) -> list[int | None]:
     """The seed of each choice."""
     asked = call.sampling.seed
@@ -146,6 +187,10 @@ class TextEndpointSource:
     def length(self, prompt: Prompt) -> int:
         raise no_tokens_error(self.engine.model, "its prompts cannot be counted here")
 
+    def grammar(self, call: ModelCall, prompt: Prompt) -> CallGrammar:
+        """The endpoint has its own."""
+        return CallGrammar()
+
     def samplings(self, call: ModelCall, max_tokens: int, prompt: Prompt) -> list[Sampling]:
         asked = call.sampling
         for name, wanted in (("logprobs", call.logprobs), ("return_token_ids", call.token_ids), ("stop_token_ids", asked.stop_ids)):
@@ -158,7 +203,13 @@ class TextEndpointSource:
 
     def generate(self, call: ModelCall, prompt: Prompt, sampling: Sampling, *, rollout_id: str) -> AsyncGenerator[TextChunk, None]:
         asked = TextRequest(
-            messages=call.messages, sampling=sampling, tools=call.tools, may_call=call.reads_calls, forced=call.forced
+            messages=call.messages,
+            sampling=sampling,
+            tools=call.tools,
+            may_call=call.reads_calls,
+            forced=call.forced,
+            strict=call.strict,
+            format=call.format,
         )
         return self.engine.complete(asked, rollout_id=rollout_id)
 

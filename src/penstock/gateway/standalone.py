@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import orjson
-from pydantic import create_model
+from pydantic import Field, create_model
 
 from penstock.config import (
     EmbeddedSection,
@@ -35,18 +35,25 @@ from penstock.gateway.shared_counters import Peers
 from penstock.gateway.sources import open_engine
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
-from penstock.records import Sampling
+from penstock.records import NO_LIMIT, Sampling
 from penstock.system.files import load_key, write_file
 from penstock.system.locks import exclusive_lock
 
 CONFIG, SECRET, TOKENS = "config.json", "secret", "tokens.json"
 
 
+class GatewaySampling(SamplingSection):
+    """`[sampling]` of a gateway without a run: without a limit of its own, the caller's holds."""
+
+    max_tokens: int | None = Field(default=None, ge=1)  # pyright: ignore[reportIncompatibleVariableOverride, reportGeneralTypeIssues]
+    """Default and cap of one reply; None leaves both to the caller and to the model's context."""
+
+
 class Settings(Section):
     """The sections of a run's config file that a gateway needs."""
 
     model: ModelSection = ModelSection()
-    sampling: SamplingSection = SamplingSection()
+    sampling: GatewaySampling = GatewaySampling()
     engine: EngineSection = EmbeddedSection()
     pool: PoolSection = PoolSection()
     gateway: GatewaySection = GatewaySection()
@@ -54,9 +61,8 @@ class Settings(Section):
     def defaults(self) -> Sampling:
         """Return the sampling defaults of calls."""
         given = self.sampling
-        return Sampling(
-            max_tokens=given.max_tokens, temperature=given.temperature, top_p=given.top_p, top_k=given.top_k, min_p=given.min_p
-        )
+        limit = given.max_tokens or NO_LIMIT
+        return Sampling(max_tokens=limit, temperature=given.temperature, top_p=given.top_p, top_k=given.top_k, min_p=given.min_p)
 
 
 class ModelFiles(NamedTuple):
@@ -165,6 +171,8 @@ def write_tokens(folder: Path, secret: bytes) -> Path:
 def _run_config(folder: Path, settings: Settings, model: ModelFiles) -> dict[str, Any]:
     """Return the settings as a run's config, with a placeholder for its dataset."""
     sections = settings.model_dump(mode="json")
+    if settings.sampling.max_tokens is None:
+        del sections["sampling"]["max_tokens"]
     sections["engine"] = {key: value for key, value in sections["engine"].items() if key in EngineSection.model_fields}
     if Path(settings.model.name).expanduser().exists():
         sections["model"]["name"] = str(model.path)

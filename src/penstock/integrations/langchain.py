@@ -9,7 +9,7 @@ from typing import Any, cast
 from langchain_openai import ChatOpenAI
 
 from penstock.sdk.clients import openai_blocking_client
-from penstock.sdk.routing import MAIN, get_rollout_context
+from penstock.sdk.routing import MAIN, REQUEST_MODEL, get_rollout_context
 
 ROUTING = frozenset(
     {"api_key", "openai_api_key", "base_url", "openai_api_base", "organization", "openai_organization", "openai_proxy"}
@@ -35,7 +35,7 @@ def chat_model(transcript: str = MAIN, **settings: Any) -> RolloutChat:
         raise ValueError(f"chat_model() was given {taken}, which the rollout decides; leave them out")
     awaited, blocking = context.openai(transcript), openai_blocking_client(context, transcript)
     bound: dict[str, Any] = {
-        "model": "policy",
+        "model": REQUEST_MODEL,
         "stream_usage": True,
         "disabled_params": {
             "parallel_tool_calls": None

@@ -40,11 +40,9 @@ from agents.run import AgentRunner, RunOptions, get_default_agent_runner, set_de
 from agents.tracing import get_trace_provider
 from openai.types.responses.response_prompt_param import ResponsePromptParam
 
-from penstock.sdk.routing import RolloutContext, get_rollout_context
+from penstock.sdk.routing import PLACEHOLDER_MODEL, REQUEST_MODEL, RolloutContext, get_rollout_context
 from penstock.sdk.samples import RolloutSample, to_json_values
 
-MODEL = "rollout"
-"""The model name in requests. The gateway serves the policy under any name."""
 LONGEST_NAME = 200
 
 Input = str | list[TResponseInputItem]
@@ -93,7 +91,7 @@ class BoundModel(OpenAIChatCompletionsModel):
     """Calls the policy through the gateway. The name of the run's session is the name of the transcript."""
 
     def __init__(self, context: RolloutContext, placeholder: RolloutModel | None = None) -> None:
-        super().__init__(MODEL, context.openai(), strict_feature_validation=True)
+        super().__init__(PLACEHOLDER_MODEL, context.openai(), strict_feature_validation=True)
         self.context = context
         self._placeholder = placeholder or RolloutModel()
         _install()
@@ -166,11 +164,12 @@ class BoundModel(OpenAIChatCompletionsModel):
         return run.transcript
 
     def _settings(self, given: ModelSettings) -> ModelSettings:
-        """Adds the transcript's headers, and token usage in streams unless the settings decide it."""
+        """Adds the transcript's headers, the policy's name, and token usage in streams unless the settings decide it."""
         settings = self._placeholder.settings.resolve(given) if self._placeholder.settings else given
         headers = {**(settings.extra_headers or {}), **self.context.headers(self._transcript())}
         usage = True if settings.include_usage is None else settings.include_usage
-        return replace(settings, extra_headers=headers, include_usage=usage)
+        body = {"model": REQUEST_MODEL, **cast("dict[str, Any]", settings.extra_body or {})}
+        return replace(settings, extra_headers=headers, extra_body=body, include_usage=usage)
 
 
 class RolloutAgent(Agent[TContext]):

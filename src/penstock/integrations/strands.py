@@ -23,7 +23,7 @@ from strands.types.content import Messages
 from strands.types.streaming import StreamEvent
 
 from penstock.sdk.clients import refuse_to_block
-from penstock.sdk.routing import RolloutContext, get_rollout_context
+from penstock.sdk.routing import PLACEHOLDER_MODEL, PLACEHOLDER_NAMES, REQUEST_MODEL, RolloutContext, get_rollout_context
 from penstock.sdk.samples import RolloutSample, to_json_values
 
 T = TypeVar("T", bound=BaseModel)
@@ -52,7 +52,7 @@ class RolloutModel(Model):
 
     def get_config(self) -> dict[str, Any]:
         """Returns the settings under the names that Strands uses."""
-        return {"model_id": "policy", "params": dict(self.params), "context_window_limit": self.context_window_tokens}
+        return {"model_id": PLACEHOLDER_MODEL, "params": dict(self.params), "context_window_limit": self.context_window_tokens}
 
     def stream(self, *_: Any, **__: Any) -> NoReturn:
         """Raises NotImplementedError: a placeholder cannot sample."""
@@ -93,6 +93,8 @@ class BoundModel(OpenAIModel):
         calls = [call for message in request["messages"] for call in message.get("tool_calls", ())]
         for call in calls:
             call["function"] = _as_written(call["function"], self._calls.get(call["id"]))
+        if request["model"] in PLACEHOLDER_NAMES:
+            request["model"] = REQUEST_MODEL
         own = {name: request.pop(name) for name in request.keys() - KNOWN}
         return request | {"extra_body": own | (request.get("extra_body") or {})} if own else request
 

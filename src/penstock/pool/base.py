@@ -112,11 +112,13 @@ class Pool(Protocol):
         """
         ...
 
-    async def end(self, rollout_id: str, end: End, message: str = "", grades: Sequence[Grade] = ()) -> bool:
+    async def end(
+        self, rollout_id: str, end: End, message: str = "", grades: Sequence[Grade] = (), *, only_grades: bool = False
+    ) -> bool:
         """End the rollout. Returns False if it had ended before: the first end stays.
 
         Stores `grades` in the same transaction, as if by `grade` just before. If one is refused, and all are once the rollout
-        has ended, nothing is written.
+        has ended, nothing is written; `only_grades` refuses also if it has been graded before.
         """
         ...
 

@@ -233,8 +233,13 @@ class MemoryPool(PoolClass):
         self._drop(group, reason)
         return True
 
-    async def end(self, rollout_id: str, end: End, message: str = "", grades: Sequence[Grade] = ()) -> bool:
+    async def end(
+        self, rollout_id: str, end: End, message: str = "", grades: Sequence[Grade] = (), *, only_grades: bool = False
+    ) -> bool:
         rules.check_grades(rollout_id, grades)
+        running = self._rollout(rollout_id)
+        if only_grades and running.end is None and running.grades:
+            raise rules.graded_before(rollout_id)
         self._store_grades(rollout_id, grades)
         entry = self._rollout(rollout_id)
         if entry.end is not None:

@@ -259,6 +259,12 @@ def too_late(name: str, end: End) -> PoolError:
     return PoolError(f"{name} came too late and was not stored: the rollout ended as {end}")
 
 
+def graded_before(rollout_id: str) -> PoolError:
+    return PoolError(
+        f"rollout {rollout_id!r} has been graded already; neither its end nor the grades that came with it were stored"
+    )
+
+
 def conflict(name: str) -> PoolConflict:
     return PoolConflict(f"{name} is stored with different content; the first one stays")
 

@@ -120,17 +120,18 @@ def _join_append(fields: Any, blobs: Blobs) -> AppendRequest:
 
 
 def _split_end(request: EndRequest) -> tuple[Any, Blobs]:
-    fields = (request.rollout_id, request.end.end, [(grade.row.crc, grade.name) for grade in request.grades])
+    grades = [(grade.row.crc, grade.name) for grade in request.grades]
+    fields = (request.rollout_id, request.end.end, grades, request.only_grades)
     return fields, (request.end.message, *(blob for grade in request.grades for blob in (grade.key[1], grade.row.record)))
 
 
 def _join_end(fields: Any, blobs: Blobs) -> EndRequest:
-    (rollout_id, end, grades), (message, *rest) = fields, (blob or b"" for blob in blobs)
+    (rollout_id, end, grades, only_grades), (message, *rest) = fields, (blob or b"" for blob in blobs)
     rows = [
         GradeRow((rollout_id, key), RecordRow(record, (), crc), name)
         for key, record, (crc, name) in zip(rest[::2], rest[1::2], grades, strict=True)
     ]
-    return EndRequest(rollout_id, StoredEnd(end, message), rows)
+    return EndRequest(rollout_id, StoredEnd(end, message), rows, only_grades)
 
 
 def _row(blobs: Blobs, crc: int) -> RecordRow:

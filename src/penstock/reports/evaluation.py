@@ -38,7 +38,7 @@ async def render_eval_page(found: StoredEvaluation, artifacts: Path | None = Non
 <h2>Mean reward of each task</h2>
 {histogram([each.mean for each in scored], what="tasks", of="mean reward", low=0.0, high=1.0)}
 <details><summary>Every task</summary><div class="wide">{_tasks(scored)}</div></details>
-<h2>How long rollouts took</h2>
+{_components(result)}<h2>How long rollouts took</h2>
 {histogram(list(found.seconds.values()), what="rollouts", of="time in seconds", low=0.0, high=0.0)}
 <h2>How rollouts ended</h2>
 {table(["end", "rollouts"], result.ends.items())}
@@ -71,6 +71,11 @@ def _tiles(result: EvalOutcome) -> str:
     named += [("cost", "-" if spent.cost is None else f"{spent.cost:.4g}")]
     named += [("call, p50 / p95", _latency(spent.call_s)), ("rollout, p50 / p95", _latency(spent.rollout_s))]
     return tiles(named)
+
+
+def _components(result: EvalOutcome) -> str:
+    rows = [(name, number(each.value), f"{each.low:.3f} to {each.high:.3f}") for name, each in result.components.items()]
+    return f"<h2>Parts of the reward</h2>\n{table(['part', 'mean', '95 %'], rows)}\n" if rows else ""
 
 
 def _latency(seconds: Latency | None) -> str:

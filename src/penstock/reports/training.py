@@ -25,7 +25,7 @@ from penstock.reports.html import (
     transcript,
 )
 from penstock.run.code import code_changes
-from penstock.run.folder import RunFolder, find_run_folder
+from penstock.run.folder import RunFolder, component_values, find_run_folder
 
 
 class HeldoutReward(NamedTuple):
@@ -69,7 +69,7 @@ def render_page(report: RunReport) -> str:
 <h2>Mean reward per step</h2>
 {reward_curve([_point(entry) for entry in report.metrics if entry["reward"] is not None], _marks(report.heldout))}
 {"".join(f"<p>{escape(text)}: rewards before and after may not compare.</p>" for text in report.code_changes)}
-{_policies(report.metrics)}{_evaluations(report.heldout)}
+{_components(report.metrics)}{_policies(report.metrics)}{_evaluations(report.heldout)}
 {_steps(report.metrics)}
 <h2>Exact tokens</h2>
 {_exactness(report)}
@@ -135,6 +135,17 @@ def _marks(heldout: list[HeldoutReward]) -> list[ChartPoint]:
         for each in heldout
         if each.when == "during" and each.reward is not None
     ]
+
+
+def _components(metrics: list[dict[str, Any]]) -> str:
+    """A curve for each named part of the reward; a step whose graders named others counts as 0 there."""
+    parts = [(entry["step"], component_values(entry)) for entry in metrics]
+    curves = list[str]()
+    for name in dict.fromkeys(name for _, own in parts for name in own):
+        means = [(step, own.get(name, 0.0)) for step, own in parts]
+        points = [ChartPoint(step=step, reward=mean, title=f"step {step}: {name} {number(mean)}") for step, mean in means]
+        curves.append(f"<h3>{escape(name)}: {change(means[0][1], means[-1][1])}</h3>{reward_curve(points)}")
+    return f"<h2>Parts of the reward</h2>{''.join(curves)}\n" if curves else ""
 
 
 def _policies(metrics: list[dict[str, Any]]) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from penstock.errors import GraderError, WorkerLost, WorkflowError
-from penstock.records import Message, Task
+from penstock.records import Grade, Message, Task, total_reward
 from penstock.rollout.author_tasks import AuthorTasks, make_slots
 from penstock.sdk.context import AgentWorkflowContext, GraderContext, finite_reward, remove_empty_artifacts_dir
 from penstock.sdk.discovery import Agent
@@ -33,6 +33,18 @@ class Reward(NamedTuple):
     transcript: str | None
     value: float
     step: int | None = None
+    components: dict[str, float] = {}  # noqa: RUF012  (as for any tuple, nobody changes it)
+    """Named parts of a reward for the whole rollout, which includes their sum."""
+
+    def as_grade(self, rollout_id: str, source: str) -> Grade:
+        return Grade(
+            rollout_id=rollout_id,
+            reward=self.value,
+            source=source,
+            transcript=self.transcript,
+            step=self.step,
+            components=self.components,
+        )
 
 
 class InProcessAgent:
@@ -130,7 +142,20 @@ def _messages(returned: Any) -> list[Message] | None:
 
 
 def _rewards(context: GraderContext, returned: object) -> list[Reward]:
-    """Returns the rewards that the grader set; if it set none, the number that it returned."""
+    """Returns the rewards that the grader set; if it set none, the number that it returned.
+
+    With named parts there is always a reward for the whole rollout: what it is without them, 0 if nothing, plus their sum.
+    """
+    if not (parts := dict(context.components)):
+        return _plain_rewards(context, returned)
+    graded = context.reward is not None or returned is not None or context.step_rewards
+    graded = graded or any(sample.reward is not None for sample in context.samples.values())
+    rewards = _plain_rewards(context, returned) if graded else []
+    total = finite_reward((total_reward([each.as_grade("", "") for each in rewards]) or 0.0) + sum(parts.values()))
+    return [Reward(None, total, None, parts), *(each for each in rewards if each.transcript is not None or each.step is not None)]
+
+
+def _plain_rewards(context: GraderContext, returned: object) -> list[Reward]:
     parts = [Reward(name, finite_reward(s.reward)) for name, s in context.samples.items() if s.reward is not None]
     steps = [Reward(None, finite_reward(value), step) for step, value in sorted(context.step_rewards.items())]
     if context.reward is not None:

@@ -115,10 +115,7 @@ class Runner:
         return reward
 
     def _grades(self, rollout_id: str, rewards: Iterable[Reward]) -> tuple[Grade, ...]:
-        return tuple(
-            Grade(rollout_id=rollout_id, reward=value, source=self.grader, transcript=transcript, step=step)
-            for transcript, value, step in rewards
-        )
+        return tuple(each.as_grade(rollout_id, self.grader) for each in rewards)
 
     async def _attempt(self, rollout: Rollout, task: Task, sampling: Sampling) -> RolloutOutcome:
         session, limit_s = self.gateway.open(rollout, sampling, fresh=True), self.limits.agent_timeout_s
@@ -158,12 +155,10 @@ class Runner:
             )
         except (GraderError, EngineError) as error:
             return RolloutOutcome(End.GRADER_ERROR, str(error))
-        if self.sole_grader and (forged := await self._forged_grade(rollout.id)):
-            return RolloutOutcome(End.GRADER_ERROR, forged)
         return RolloutOutcome(End.COMPLETED, rewards=tuple(rewards))
 
     async def _forged_grade(self, rollout_id: str) -> str:
-        """Says which grade is in the pool that our grader did not give; our own are stored later, with the end."""
+        """Says which grade is in the pool that our grader did not give, while its own were refused; empty if there is none."""
         attempt = await self.pool.attempt(rollout_id, first_step=AFTER_ALL, first_node=AFTER_ALL)
         if not attempt.grades or attempt.end is not None:  # a forged end is found later
             return ""
@@ -177,11 +172,12 @@ class Runner:
         grades, message = self._grades(rollout.id, outcome.rewards), self.redactor.text(outcome.message)
         attempt = Attempt(rollout=rollout, end=outcome.end, message=message, grades=grades)
         try:
-            stored = await self.pool.end(rollout.id, outcome.end, message, grades)
+            stored = await self.pool.end(rollout.id, outcome.end, message, grades, only_grades=self.sole_grader and bool(grades))
         except PoolFailed:
             raise
-        except PoolError as refused:  # it has ended meanwhile and takes no grades, or it has the same grade with another reward
-            await self.pool.end(rollout.id, End.GRADER_ERROR, str(refused))
+        except PoolError as refused:  # it has ended meanwhile and takes no grades, or something else has graded it
+            forged = await self._forged_grade(rollout.id) if self.sole_grader else ""
+            await self.pool.end(rollout.id, End.GRADER_ERROR, self.redactor.text(forged) or str(refused))
             stored = False
         if not stored and self.sole_grader:
             await self._void_forged_end(rollout.id)

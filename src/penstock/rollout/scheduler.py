@@ -182,10 +182,18 @@ class Scheduler:
             seq = (await self._pool.stats(self._channel)).last_seq + 1
             while True:
                 await self._wait_for_admission(seq)
-                task = task_at(self._tasks, seq, seed=self._seed, shuffle=self._shuffle)
-                group = new_group(task, await self._open(seq, task))
-                await self._start(group, list(group.rollouts.values()))
-                seq += 1
+                numbers = self._next_numbers(seq)
+                for group in await asyncio.gather(*map(self._open, numbers)):  # together, so that they share a commit
+                    await self._start(group, list(group.rollouts.values()))
+                seq = numbers.stop
+
+    def _next_numbers(self, seq: int) -> range:
+        """The groups to open from `seq` on, which is admitted: others with it if slots are free, no more than can run at once."""
+        most = self._limits.concurrency // self._limits.group_size
+        last = seq
+        while last - seq + 1 < most and self._admits(last + 1) and not (self._limits.max_waiting or self._slots.locked()):
+            last += 1
+        return range(seq, last + 1)
 
     async def _resume(self, group: LiveGroup) -> None:
         """Replaces the attempts that an earlier process did not end; if there are none, tops the group up."""
@@ -201,7 +209,8 @@ class Scheduler:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_RECHECK_S):
                     await self._progress.wait()
-            await self._count_lost()
+            if not self._admits(seq):
+                await self._count_lost()
 
     async def _count_lost(self) -> None:
         # Stale and dropped groups will never be trained: each admits one more group in its place.
@@ -212,8 +221,9 @@ class Scheduler:
         step = (seq - self._lost) // self._limits.groups_per_step
         return step - self._trained <= self._limits.max_staleness and (self._steps is None or step < self._steps)
 
-    async def _open(self, seq: int, task: Task) -> list[Rollout]:
+    async def _open(self, seq: int) -> LiveGroup:
         name, channel, limits = f"{self._channel}-{seq}", self._channel, self._limits
+        task = task_at(self._tasks, seq, seed=self._seed, shuffle=self._shuffle)
         rollouts = [make_rollout(name, task.id, place, channel=channel) for place in range(limits.group_size)]
         limit = limits.max_waiting and GroupLimit(limits.max_waiting, limits.overflow)
         while True:
@@ -225,7 +235,7 @@ class Scheduler:
                 self._events.emit("pool.full", channel=channel, seq=seq, message=str(full))
                 await self._pool.wait(position, timeout_s=_RECHECK_S)
         self._events.emit("group.open", group_id=name, seq=seq, channel=channel, task_id=task.id, rollouts=len(rollouts))
-        return rollouts
+        return new_group(task, rollouts)
 
     async def _start(self, group: LiveGroup, rollouts: Sequence[Rollout]) -> None:
         """Runs rollouts of a group as slots become free."""

@@ -2,7 +2,7 @@
 
 import hashlib
 import secrets
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +19,20 @@ from penstock.system.locks import exclusive_lock
 
 MAY_CHANGE = (
     "run.folder", "train.steps", "train.checkpoint_every", "train.checkpoints_kept", "train.eval_every", "train.tokens_per_pass",
-    "train.device", "eval.", "gateway.", "executor.", "scale.", "engine.url", "engine.api_key_env", "engine.retries",
+    "train.device", "eval.", "gateway.", "executor.", "scale.", "track.", "engine.url", "engine.api_key_env", "engine.retries",
     "engine.retry_s", "engine.first_token_s", "engine.stall_s", "engine.down_s", "engine.weights", "engine.sleep", "engine.slots",
     "engine.cache_tokens",
 )  # fmt: skip
 """Keys, or prefixes of keys, that a resumed run may change: none has an influence on what was trained so far."""
+
+
+COMPONENT = "components/"
+"""Begins the keys of a step's metrics that hold the means of its rewards' named parts."""
+
+
+def component_values(entry: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the means of the reward's named parts in a line of `metrics.jsonl`, by name."""
+    return {key.removeprefix(COMPONENT): value for key, value in entry.items() if key.startswith(COMPONENT)}
 
 
 FRESH = "start over with --fresh, which keeps this run aside"
@@ -108,6 +117,14 @@ class RunFolder:
         versions = [each._asdict() for each in (*self.code_versions(), version)]
         self._write("code.json", orjson.dumps({"versions": versions}))
 
+    def tracker_ids(self) -> dict[str, str]:
+        """Returns the ids that trackers gave the run, by their names."""
+        return self._read("trackers.json") or {}
+
+    def add_tracker_id(self, tracker: str, name: str) -> None:
+        """Record a tracker's id of the run, so that a resumed run goes on under it."""
+        self._write("trackers.json", orjson.dumps({**self.tracker_ids(), tracker: name}))
+
     def summary(self) -> dict[str, Any] | None:
         """Returns the summary of when the run last ended."""
         return self._read("summary.json")
@@ -118,7 +135,7 @@ class RunFolder:
     def set_aside_damaged(self) -> list[str]:
         """Rename small files that are damaged and that the run can go on without. Returns what was wrong."""
         found: list[str] = []
-        for name in ("code.json", "evals.json", "summary.json"):
+        for name in ("code.json", "evals.json", "summary.json", "trackers.json"):
             try:
                 self._read(name)
             except ConfigError as error:

@@ -22,6 +22,7 @@ from penstock.rollout.executors.base import read_section
 from penstock.run.agent_preflight import AgentTraits, preflight
 from penstock.run.policies import check_policy, pull_policies, refuse_untrainable_policies, saved_adapters, start_model
 from penstock.run.task_checks import missing_labels
+from penstock.run.tracking import check_trackers
 from penstock.sdk.dataset import check_tasks, load_tasks
 from penstock.sdk.discovery import Agent, open_agent
 from penstock.sdk.flows.agent import check_rows, is_flow_agent, with_run_settings
@@ -107,6 +108,7 @@ def check_inputs(config: RunConfig, problems: Problems, registries: Mapping[str,
     for name in config.policies:
         with problems.noting(f"policies.{name}"):
             check_policy(config, name)
+    check_trackers(config, problems)
     return CheckedInputs(executor, agent)
 
 

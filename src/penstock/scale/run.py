@@ -17,6 +17,7 @@ from penstock.pool import POOLS
 from penstock.run.code import use_code
 from penstock.run.folder import RunFolder, locked, open_run_folder
 from penstock.run.inputs import Inputs, refuse_untrainable
+from penstock.run.tracking import tracking
 from penstock.scale.actor_calls import MAX_DEATHS, Actor, ActorGone, call_result, relay_events, wait_restarted
 from penstock.scale.cluster import STORE_BYTES, on_node, open_cluster, own_node, own_node_id
 from penstock.scale.executor import RaySection
@@ -58,11 +59,12 @@ async def train_on_ray(
             return done
         use_code(folder, inputs.agent, events, allow_change=allow_code_change)
         events.emit("stage", text="starting Ray" if not config.scale.address else f"connecting to Ray at {config.scale.address}")
-        with open_cluster(config.scale.address, namespace=f"penstock-{config.run.name}", store_bytes=_store_bytes(inputs)):
-            async with open_actors(config, inputs, folder, events) as actors:
-                summary = await supervise(actors, stop, events, resumed=folder.resumed)
-        folder.write_summary(to_json(summary))
-        events.emit("run.end", summary=asdict(summary))
+        async with tracking(config, folder, events):
+            with open_cluster(config.scale.address, namespace=f"penstock-{config.run.name}", store_bytes=_store_bytes(inputs)):
+                async with open_actors(config, inputs, folder, events) as actors:
+                    summary = await supervise(actors, stop, events, resumed=folder.resumed)
+            folder.write_summary(to_json(summary))
+            events.emit("run.end", summary=asdict(summary))
         return summary
 
 

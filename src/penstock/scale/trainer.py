@@ -16,7 +16,7 @@ from penstock.run.opening import open_pool
 from penstock.scale.actor_calls import EventBuffer, get_actor
 from penstock.scale.remote_rollouts import RemoteRollouts
 from penstock.scale.run_spec import RunSpec, exclusive_process
-from penstock.train.advantages import ADVANTAGES
+from penstock.train.algorithm import load_advantage
 from penstock.train.policy import FolderPublisher
 from penstock.train.run import run_training
 from penstock.train.training_run import TrainingRun, open_learner
@@ -54,7 +54,7 @@ class AsyncTrainer:
                 rollouts=rollouts,
                 publisher=FolderPublisher(learner, model=inputs.folder, scratch=folder.path / "served", load=rollouts.load),
                 learners={"": learner},
-                advantage=ADVANTAGES.load(config.train.advantage),
+                advantage=load_advantage(config.train),
             )
             return to_json(await run_training(training, self._stop))
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
 C = TypeVar("C")
+MAX_NAME, MAX_COMPONENTS = 64, 32
+"""Characters in the name of a part of the reward, and such parts in a rollout: each is a curve."""
 
 
 class ArtifactsDir:
@@ -89,6 +91,8 @@ class GraderContext:
     """Of the whole rollout; None if only its transcripts or steps were graded."""
     step_rewards: dict[int, float] = field(default_factory=dict[int, float])
     """By the index of the call."""
+    components: dict[str, float] = field(default_factory=dict[str, float])
+    """Named parts, which are added to the reward."""
 
     def __post_init__(self) -> None:
         self.metadata = fast_copy(self.metadata)
@@ -110,6 +114,14 @@ class GraderContext:
     def set_reward(self, reward: float) -> None:
         """Rewards the whole rollout."""
         self.reward = finite_reward(reward)
+
+    def add_reward(self, name: str, reward: float) -> None:
+        """Adds a named part to the reward of the whole rollout, and to what the same name has. Its mean is shown as a curve."""
+        if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"ctx.add_reward: {reprlib.repr(name)} is no name; give 1 to {MAX_NAME} printable characters")
+        if name not in self.components and len(self.components) == MAX_COMPONENTS:
+            raise ValueError(f"ctx.add_reward: {name!r} is one name too many (at most {MAX_COMPONENTS}); name kinds of reward")
+        self.components[name] = finite_reward(self.components.get(name, 0.0) + finite_reward(reward))
 
     def set_step_reward(self, step: int, reward: float) -> None:
         """Rewards one call, by its index in `samples[…].steps`. If nothing else is rewarded, the rollout gets the sum."""

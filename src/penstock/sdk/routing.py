@@ -31,6 +31,11 @@ if TYPE_CHECKING:
     from penstock.sdk.clients import Clients
 
 
+PLACEHOLDER_MODEL = "openai/osmosis-rollout"
+"""The policy's name in integrations, as Osmosis has it: whichever model the run samples with or trains."""
+REQUEST_MODEL = PLACEHOLDER_MODEL.removeprefix("openai/")
+"""The same in requests: the prefix names the kind of client, and is not sent."""
+PLACEHOLDER_NAMES = (PLACEHOLDER_MODEL, REQUEST_MODEL)
 MAIN = "main"
 """The transcript of an agent that names none."""
 NAME = re.compile(r"[!-~]([ -~]{0,198}[!-~])?")

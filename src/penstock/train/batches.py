@@ -13,8 +13,8 @@ The last token of a sequence is predicted but never read, so it is not laid out.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from itertools import count
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,6 +47,8 @@ class LossTerm(NamedTuple):
     """Under the distribution that the engine sampled the token from."""
     advantage: float
     weight: float
+    token: int = -1
+    """Which token of the batch's sequences it is, counted over all of them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,6 +64,7 @@ class LossTerms:
     logprob: npt.NDArray[np.float64]
     advantage: npt.NDArray[np.float64]
     weight: npt.NDArray[np.float64]
+    token: npt.NDArray[np.int64]
 
     def __len__(self) -> int:
         return len(self.at)
@@ -71,7 +74,7 @@ class LossTerms:
 
 
 _NO_INTEGERS, _NO_NUMBERS = np.zeros(0, np.int64), np.zeros(0)
-NO_TERMS = LossTerms(_NO_INTEGERS, _NO_INTEGERS, _NO_NUMBERS, _NO_NUMBERS, _NO_NUMBERS, _NO_NUMBERS)
+NO_TERMS = LossTerms(_NO_INTEGERS, _NO_INTEGERS, _NO_NUMBERS, _NO_NUMBERS, _NO_NUMBERS, _NO_NUMBERS, _NO_INTEGERS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +93,14 @@ class PassSet:
 
     trunk: tuple[int, ...]
     passes: tuple[Pass, ...]
+
+
+class TokenOwners(NamedTuple):
+    """Per token of a batch's sequences, [tokens]: numbers that are the same for all trained tokens of one."""
+
+    sequence: npt.NDArray[np.int64]
+    turn: npt.NDArray[np.int64]
+    """Consecutive tokens of one step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,11 +130,28 @@ class Batch:
         return pack(self.sequences, rollouts=self.rollouts, tokens_per_pass=tokens_per_pass, shared_prefix=not self.flat)
 
     def term_numbers(self) -> list[int]:
-        """Returns which trained token each term belongs to, counted over all sequences, in the order of computation."""
-        counter = count()
-        numbered = [replace(s, advantages=tuple(float(next(counter)) for _ in s.advantages)) for s in self.sequences]
-        batch = replace(self, sequences=tuple(numbered)).repacked(self.tokens_per_pass)
-        return [int(term.advantage) for pass_set in batch.pass_sets for one in pass_set.passes for term in one.terms]
+        """Returns which token each term is, counted over all sequences, in the order of computation."""
+        return self.columns().token.tolist()
+
+    def columns(self) -> LossTerms:
+        """Returns all terms, in the order of computation."""
+        parts = [one.terms for pass_set in self.pass_sets for one in pass_set.passes]
+        if not parts:
+            return NO_TERMS
+        return LossTerms(*(np.concatenate([getattr(part, name) for part in parts]) for name in LossTerm._fields))
+
+    def owners(self) -> "TokenOwners":
+        """Returns which sequence, and which turn of it, each token is of; -1 where not trained."""
+        sequences, turns = list[npt.NDArray[np.int64]](), list[npt.NDArray[np.int64]]()
+        turn = 0
+        for number, sequence in enumerate(self.sequences):
+            trained = np.array(sequence.trained, bool)
+            steps = np.array(sequence.steps or np.where(trained, 0, -1), np.int64)
+            begins = trained & np.concatenate(([True], (steps[1:] != steps[:-1]) | ~trained[:-1]))
+            turns.append(np.where(trained, turn - 1 + np.cumsum(begins), -1))
+            sequences.append(np.where(trained, number, -1))
+            turn += int(begins.sum())
+        return TokenOwners(np.concatenate(sequences or [_NO_INTEGERS]), np.concatenate(turns or [_NO_INTEGERS]))
 
 
 def pack(sequences: Iterable[Sequence], *, rollouts: int, tokens_per_pass: int, shared_prefix: bool = True) -> Batch:
@@ -132,13 +160,15 @@ def pack(sequences: Iterable[Sequence], *, rollouts: int, tokens_per_pass: int, 
     A pass holds at most `tokens_per_pass` tokens, or a single row. The same sequences in the same order give the same batch.
     """
     given = tuple(sequences)
+    firsts = accumulate((len(sequence.token_ids) for sequence in given), initial=0)
+    numbered = [_Numbered(sequence, first) for sequence, first in zip(given, firsts, strict=False)]
     if not shared_prefix:
-        layouts = _flat(given, tokens_per_pass)
+        layouts = _flat(numbered, tokens_per_pass)
     else:
-        groups: dict[str, list[Sequence]] = {}
-        for sequence in given:
-            groups.setdefault(sequence.group_id, []).append(sequence)
-        together = [_lay_out(given, tokens_per_pass)] if given else []
+        groups: dict[str, list[_Numbered]] = {}
+        for each in numbered:
+            groups.setdefault(each.sequence.group_id, []).append(each)
+        together = [_lay_out(numbered, tokens_per_pass)] if given else []
         apart = [_lay_out(group, tokens_per_pass) for group in groups.values()]
         layouts = min(together, apart, key=lambda sets: sum(layout.tokens for layout in sets))
     return Batch(
@@ -148,6 +178,12 @@ def pack(sequences: Iterable[Sequence], *, rollouts: int, tokens_per_pass: int, 
         sequences=given,
         tokens_per_pass=tokens_per_pass,
     )
+
+
+class _Numbered(NamedTuple):
+    sequence: Sequence
+    first: int
+    """The number of its first token, counted over all sequences."""
 
 
 class _SetLayout(NamedTuple):
@@ -164,35 +200,35 @@ class _SetLayout(NamedTuple):
         return PassSet(trunk=self.trunk, passes=tuple(one.finish() for one in self.passes))
 
 
-def _lay_out(sequences: Iterable[Sequence], limit: int) -> _SetLayout:
-    ordered = sorted(sequences, key=lambda sequence: sequence.token_ids)
+def _lay_out(sequences: Iterable[_Numbered], limit: int) -> _SetLayout:
+    ordered = sorted(sequences, key=lambda each: each.sequence.token_ids)
     passes = _passes(ordered, 0, limit)
     if len(passes) == 1:
         return _SetLayout((), passes)
-    shared = _common_prefix(ordered[0].token_ids, ordered[-1].token_ids)
-    trunk = min(shared, *(sequence.trained.index(True) - 1 for sequence in ordered))
-    return _SetLayout(ordered[0].token_ids[:trunk], _passes(ordered, trunk, limit))
+    first, last = ordered[0].sequence.token_ids, ordered[-1].sequence.token_ids
+    trunk = min(_common_prefix(first, last), *(each.sequence.trained.index(True) - 1 for each in ordered))
+    return _SetLayout(first[:trunk], _passes(ordered, trunk, limit))
 
 
-def _passes(ordered: list[Sequence], trunk: int, limit: int) -> "list[_PassLayout]":
+def _passes(ordered: list[_Numbered], trunk: int, limit: int) -> "list[_PassLayout]":
     done = [_PassLayout(trunk)]
-    for sequence in ordered:
-        new = len(sequence.token_ids) - 1 - done[-1].shared(sequence)
+    for each in ordered:
+        new = len(each.sequence.token_ids) - 1 - done[-1].shared(each.sequence)
         if done[-1].ids and new and len(done[-1].ids) + new > limit:
             done.append(_PassLayout(trunk))
-        done[-1].add(sequence)
+        done[-1].add(each)
     return done
 
 
-def _flat(sequences: Iterable[Sequence], limit: int) -> list[_SetLayout]:
+def _flat(sequences: Iterable[_Numbered], limit: int) -> list[_SetLayout]:
     """Lays out whole sequences, longest first, as many per pass as fit when padded to the same length."""
     done: list[_PassLayout] = []
     room = 0
-    for sequence in sorted(sequences, key=lambda sequence: -len(sequence.token_ids)):
+    for each in sorted(sequences, key=lambda each: -len(each.sequence.token_ids)):
         if room <= 0:
             done.append(_PassLayout(0))
-            room = max(1, limit // (len(sequence.token_ids) - 1))
-        done[-1].add(sequence, alone=True)
+            room = max(1, limit // (len(each.sequence.token_ids) - 1))
+        done[-1].add(each, alone=True)
         room -= 1
     return [_SetLayout((), done)] if done else []
 
@@ -205,7 +241,7 @@ class _PassLayout:
         self.ids: list[int] = []
         self.positions: list[int] = []
         self.rows: list[PassRow] = []
-        self.placed: list[tuple[Sequence, list[tuple[int, int]]]] = []
+        self.placed: list[tuple[_Numbered, list[tuple[int, int]]]] = []
         """Each sequence with the ranges of the pass that hold its tokens after the trunk."""
         self.above: tuple[int, ...] = ()
         self.spans: list[tuple[int, int]] = []
@@ -215,8 +251,9 @@ class _PassLayout:
         """Returns how many of the sequence's tokens are already laid out, including the trunk."""
         return max(self.trunk, _common_prefix(self.above, sequence.token_ids[:-1]))
 
-    def add(self, sequence: Sequence, *, alone: bool = False) -> None:
-        """Lays out the tokens that `sequence` does not share with the one before it; all of them if `alone`."""
+    def add(self, each: _Numbered, *, alone: bool = False) -> None:
+        """Lays out the tokens that a sequence does not share with the one before it; all of them if `alone`."""
+        sequence = each.sequence
         known = 0 if alone else self.shared(sequence)
         spans = _cut(self.spans, known - self.trunk)
         start, inputs = len(self.ids), sequence.token_ids[:-1]
@@ -226,25 +263,26 @@ class _PassLayout:
             self.rows.append(PassRow(start=start, stop=len(self.ids), spans=tuple(spans)))
             spans.append((start, len(self.ids)))
         self.above, self.spans = inputs, spans
-        self.placed.append((sequence, spans))
+        self.placed.append((each, spans))
 
     def finish(self) -> Pass:
         """Returns the pass, with its terms in the order of computation."""
-        parts = [_terms(sequence, self.trunk, spans) for sequence, spans in self.placed]
+        parts = [_terms(each, self.trunk, spans) for each, spans in self.placed]
         columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
         order = np.lexsort((columns[2], columns[0]))
         terms = LossTerms(*(column[order] for column in columns))
         return Pass(ids=tuple(self.ids), positions=tuple(self.positions), rows=tuple(self.rows), terms=terms)
 
 
-def _terms(sequence: Sequence, trunk: int, spans: list[tuple[int, int]]) -> "tuple[npt.NDArray[Any], ...]":
+def _terms(each: _Numbered, trunk: int, spans: list[tuple[int, int]]) -> "tuple[npt.NDArray[Any], ...]":
     """Returns the fields of `LossTerms` for one sequence, in the order of its tokens."""
+    sequence = each.sequence
     trained = np.flatnonzero(sequence.trained[1:])  # indices of the tokens that predict
     at = np.concatenate([np.arange(start, stop) for start, stop in spans])
     targets = np.array(sequence.token_ids[1:])[trained]
     columns = (sequence.temperatures, sequence.logprobs, sequence.advantages)
     numbers = (np.array(column[1:], np.float64)[trained] for column in columns)
-    return at[trained - trunk], targets, *numbers, np.full(len(trained), sequence.weight)
+    return at[trained - trunk], targets, *numbers, np.full(len(trained), sequence.weight), trained + 1 + each.first
 
 
 def _cut(spans: list[tuple[int, int]], length: int) -> list[tuple[int, int]]:

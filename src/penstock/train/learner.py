@@ -12,8 +12,9 @@ from collections.abc import Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -24,11 +25,11 @@ from penstock.engines.embedded.weights import load_decoder, save_decoder
 from penstock.errors import TrainError
 from penstock.records import Sequence
 from penstock.train.adamw import KINDS, AdamW
+from penstock.train.algorithm import load_loss
 from penstock.train.batches import CPU_TOKENS_PER_PASS, Batch, PassSet, pack
 from penstock.train.compiling import is_compile_error
 from penstock.train.forward import EagerForward, PassForward, ScoredTerms
-from penstock.train.losses import LOSSES
-from penstock.train.losses.base import Loss, LossTokens, k3
+from penstock.train.losses.base import Loss, LossTokens, k3, takes_whole_sequences
 from penstock.train.masters import MasterWeights
 from penstock.train.memory import PassMemory
 
@@ -121,7 +122,7 @@ class Learner:
         """
         self.section, self.adapter = section, adapter
         self.decoder = decoder if adapter is None else share_decoder(decoder)
-        self._loss: Callable[[LossTokens, TrainSection], Loss] = LOSSES.load(section.loss)
+        self._loss: Callable[[LossTokens], Loss] = load_loss(section)
         self._start = self._start_policy() if section.kl > 0 else None
         if adapter is not None:
             adapter.attach(self.decoder)
@@ -146,6 +147,11 @@ class Learner:
     def rounds(self) -> bool:
         """Whether the decoder's weights are rounded masters."""
         return self._rounded is not None
+
+    @property
+    def size(self) -> int:
+        """Bytes of the weights that are trained, as they are served."""
+        return sum(weight.numel() * weight.element_size() for weight in self._weights.values())
 
     @property
     def updates(self) -> int:
@@ -217,9 +223,10 @@ class Learner:
 
     def _compute(self, batch: Batch, proximal: Tensor | None) -> UpdateResult:
         self.zero()
+        whole = self._whole_loss(batch, proximal) if takes_whole_sequences(self._loss) else None
         parts: list[_ChunkResult] = []
         for pass_set in batch.pass_sets:
-            parts += self._backward_set(pass_set, batch, proximal, done=sum(len(part.tokens.new) for part in parts))
+            parts += self._backward_set(pass_set, batch, proximal, whole, done=sum(len(part.tokens.new) for part in parts))
         if not parts:
             return UpdateResult(UpdateMetrics(), torch.zeros(0), torch.zeros(0))
         norm = torch.nn.utils.clip_grad_norm_(self._masters.values(), self.section.grad_clip)
@@ -288,7 +295,42 @@ class Learner:
         else:
             self.adapter.load(read_adapter(folder, self.decoder.shape).parameters)
 
-    def _backward_set(self, pass_set: PassSet, batch: Batch, proximal: Tensor | None, *, done: int) -> "list[_ChunkResult]":
+    def _whole_loss(self, batch: Batch, proximal: Tensor | None) -> "_WholeLoss":
+        """Computes a loss of whole sequences, of which a chunk has only some tokens. Takes a pass without gradients."""
+        device, columns, owners = self.decoder.device, batch.columns(), batch.owners()
+        new = self.logprobs(batch).requires_grad_()  # [trained tokens], as all below
+
+        def tensor(values: npt.NDArray[Any]) -> Tensor:
+            return torch.from_numpy(values).to(device)  # pyright: ignore[reportUnknownMemberType]
+
+        old = new.detach() if proximal is None else proximal
+        tokens = LossTokens(
+            new,
+            old,
+            _behaviour(tensor(columns.logprob).float(), old),
+            tensor(columns.advantage).float(),
+            tensor(owners.sequence[columns.token]),
+            tensor(owners.turn[columns.token]),
+        )
+        loss = self._loss(tokens)
+        total = (tensor(columns.weight) / batch.rollouts).float() @ loss.values
+        (slopes,) = torch.autograd.grad(total, [new])
+        return _WholeLoss(loss._replace(values=loss.values.detach()), slopes)
+
+    @torch.no_grad()
+    def logprobs(self, batch: Batch, decoder: Decoder | None = None) -> Tensor:
+        """Returns the log-probabilities of all terms under the weights being trained, or `decoder`, [trained tokens]."""
+        parts = [self._set_logprobs(decoder or self.decoder, pass_set, batch) for pass_set in batch.pass_sets]
+        return torch.cat(parts) if parts else torch.zeros(0)
+
+    def _set_logprobs(self, decoder: Decoder, pass_set: PassSet, batch: Batch) -> Tensor:
+        forward = self._forward(decoder, batch)
+        trunk, length = forward.trunk_states(pass_set.trunk), len(pass_set.trunk)
+        return torch.cat([terms.logprobs for one in pass_set.passes for terms in forward.scored(one, trunk, length)])
+
+    def _backward_set(
+        self, pass_set: PassSet, batch: Batch, proximal: Tensor | None, whole: "_WholeLoss | None", *, done: int
+    ) -> "list[_ChunkResult]":
         """Runs backward from each pass into the trunk's keys and values, then once through the trunk.
 
         So memory holds the autograd graphs of the trunk and of one pass, never of two passes.
@@ -304,7 +346,8 @@ class Learner:
                 done = span.stop
                 old = None if proximal is None else proximal[span]
                 reference = None if references is None else references[span.start - start : span.stop - start]
-                parts.append(self._backward_terms(terms, old, reference, rollouts=batch.rollouts))
+                part = None if whole is None else whole.part(span)
+                parts.append(self._backward_terms(terms, old, reference, part, rollouts=batch.rollouts))
         ends = [
             (end, leaf.grad) for pair, copies in zip(trunk, leaves, strict=True) for end, leaf in zip(pair, copies, strict=True)
         ]
@@ -313,25 +356,32 @@ class Learner:
         return parts
 
     def _backward_terms(
-        self, terms: ScoredTerms, proximal: Tensor | None, reference: Tensor | None, *, rollouts: int
+        self,
+        terms: ScoredTerms,
+        proximal: Tensor | None,
+        reference: Tensor | None,
+        whole: "_WholeLoss | None",
+        *,
+        rollouts: int,
     ) -> "_ChunkResult":
-        """Computes the loss of a chunk, and its gradients."""
+        """Computes the loss of a chunk, and its gradients. `whole` has them already, where the loss is one of sequences."""
         new = terms.logprobs  # [terms], as all below
-        tokens = LossTokens(new, new.detach() if proximal is None else proximal, terms.behaviour, terms.advantages)
-        loss = self._loss(tokens, self.section)
+        old = new.detach() if proximal is None else proximal
+        tokens = LossTokens(new, old, _behaviour(terms.behaviour, old), terms.advantages)
+        loss = self._loss(tokens) if whole is None else whole.loss
         penalty = torch.zeros_like(new) if reference is None else k3(new, reference)
-        total = (terms.weights / rollouts).float() @ (loss.values + self.section.kl * penalty)
-        total.backward()
+        weights = (terms.weights / rollouts).float()
+        total = weights @ (loss.values + self.section.kl * penalty)
+        if whole is None:
+            total.backward()
+        else:
+            (whole.slopes @ new + weights @ (self.section.kl * penalty)).backward()
         return _ChunkResult(tokens._replace(new=new.detach()), loss, penalty.detach(), terms.entropy, total.detach())
 
     @torch.no_grad()
     def _references(self, pass_set: PassSet, batch: Batch) -> Tensor | None:
         """Returns the start policy's log-probabilities for all terms of the set, [terms]; None if there is no KL penalty."""
-        if self._start is None:
-            return None
-        forward = self._forward(self._start, batch)
-        trunk, length = forward.trunk_states(pass_set.trunk), len(pass_set.trunk)
-        return torch.cat([terms.logprobs for one in pass_set.passes for terms in forward.scored(one, trunk, length)])
+        return None if self._start is None else self._set_logprobs(self._start, pass_set, batch)
 
     def _forward(self, decoder: Decoder, batch: Batch) -> PassForward:
         if self._memory is None or batch.flat:
@@ -360,6 +410,22 @@ def is_machine_error(error: Exception) -> bool:
     if isinstance(error, kinds) or isinstance(error.__cause__, kinds):
         return True
     return isinstance(error, RuntimeError) and ("allocate memory" in str(error) or "CUDA error" in str(error))
+
+
+class _WholeLoss(NamedTuple):
+    """A loss of whole sequences. Tensors are [trained tokens]."""
+
+    loss: Loss
+    slopes: Tensor
+    """Of the batch's loss by each log-probability."""
+
+    def part(self, span: slice) -> "_WholeLoss":
+        return _WholeLoss(Loss(*(each[span] for each in self.loss)), self.slopes[span])
+
+
+def _behaviour(recorded: Tensor, own: Tensor) -> Tensor:
+    """Returns what was recorded, and the learner's own log-probabilities where that is infinite; see `sequences`."""
+    return torch.where(recorded.isposinf(), own, recorded)
 
 
 class _ChunkResult(NamedTuple):

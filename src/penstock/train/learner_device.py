@@ -56,16 +56,15 @@ async def sleeping(engine: VllmEngine) -> AsyncGenerator[None]:
                 await asyncio.to_thread(torch.cuda.empty_cache)
 
 
-def memory_split(decoder: Decoder) -> list[str]:
-    """How the learner and everything else share its GPU, in words; empty on a CPU."""
+def memory_split(decoder: Decoder, trained: int) -> list[str]:
+    """How the learner, which trains so many bytes of weights, and all else share its GPU, in words; empty on a CPU."""
     if decoder.device.type != "cuda":
         return []
     free, total = torch.cuda.mem_get_info(decoder.device)
-    parameters = sum(weight.numel() for weight in decoder.parameters())
     weight = decoder.embed.weight
-    mine = parameters * weight.element_size()
+    mine = sum(weight.numel() * weight.element_size() for weight in decoder.parameters())
     # Gradients and two moments; in half precision the masters, which are trained, too.
-    later = parameters * (12 if weight.dtype == torch.float32 else 14)
+    later = trained // weight.element_size() * (12 if weight.dtype == torch.float32 else 14)
     return [
         f"the learner is on {decoder.device} in {str(weight.dtype).removeprefix('torch.')}: of {total / GIB:.1f} GiB servers and "
         f"others hold {(total - free - mine) / GIB:.1f}, {free / GIB:.1f} are free, and the learner will take about "

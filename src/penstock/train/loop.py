@@ -21,20 +21,21 @@ from typing import Any, NamedTuple
 
 from penstock.config import RolloutSection
 from penstock.errors import TrainError
-from penstock.records import Group, Lease, PolicyVersion
+from penstock.records import Group, Lease, PolicyVersion, component_means
 from penstock.records import Sequence as TrainingSequence
 from penstock.rollout.author_tasks import one_line
 from penstock.rollout.scheduler import TOO_FEW
-from penstock.train.advantages import DIVISORS
+from penstock.run.folder import COMPONENT
+from penstock.system.heap import trim_heap
+from penstock.train.algorithm import credit_of, is_token_mean, loss_divisor
 from penstock.train.batches import Batch
 from penstock.train.held_out import BackgroundEvaluation, refuse_all_failed
 from penstock.train.learner import UpdateMetrics, UpdateResult, total_metrics
 from penstock.train.memory import peak_memory
-from penstock.train.policy import save
+from penstock.train.policy import Publication, save
 from penstock.train.policy_groups import group_of
-from penstock.train.publication import Publication
-from penstock.train.scores import write_scores
-from penstock.train.sequences import breaks, exactness, sequences
+from penstock.train.scores import ScoreWriter
+from penstock.train.sequences import behaviour_unknown_tokens, breaks, exactness, sequences
 from penstock.train.set_aside import BEYOND, CRASHED, find_culprits, may_be_data, out_of_bounds, refuse_too_many, set_aside
 from penstock.train.stalled import STALLED_STEPS, reply_examples, why_idle
 from penstock.train.training_run import TrainingRun
@@ -128,29 +129,30 @@ async def train_steps(
 ) -> TrainProgress:
     """Trains until `train.steps` are done or `stop` is set. On return, all trained steps are in a checkpoint."""
     section, idle = run.config.train, list[dict[str, Any]]()
-    while progress.step < section.steps and not stop.is_set():
-        background.begin(progress.step)
-        run.events.emit("step.start", step=progress.step + 1, version=progress.version)
-        clock = Stopwatch()
-        ready = await next_step(run, progress, clock, stop)
-        if ready is None:
-            break
-        lease, version = ready.lease, progress.version
-        metrics, progress = await update_policy(run, ready.update, progress)
-        past = (*progress.past, progress.version)[-run.config.rollout.max_staleness - 1 :]
-        progress = replace(progress, step=progress.step + 1, leases=(*progress.leases, lease.id), past=past)
-        entry = step_metrics(run, ready, metrics, progress, version=version, train_s=clock.lap())
-        entry |= {**background.ended(), **progress.fallback._asdict()}
-        progress = replace(progress, fallback=NO_FALLBACK)
-        await asyncio.to_thread(write_scores, run.folder.path, progress.step, ready.update.parts)
-        run.folder.add_metrics(entry)
-        if progress.step % section.checkpoint_every == 0:
-            progress = await save_checkpoint(run, progress)
-        run.events.emit("train.step", **entry)
-        idle = [*idle, entry] if progress.version == version else []
-        if idle and len(idle) % STALLED_STEPS == 0:
-            run.events.emit("train.stalled", steps=len(idle), text=f"step {progress.step}: {why_idle(idle)}")
-        run.rollouts.advance(progress.step)
+    async with ScoreWriter(run.folder.path) as scores:
+        while progress.step < section.steps and not stop.is_set():
+            background.begin(progress.step)
+            run.events.emit("step.start", step=progress.step + 1, version=progress.version)
+            clock = Stopwatch()
+            ready = await next_step(run, progress, clock, stop)
+            if ready is None:
+                break
+            lease, version = ready.lease, progress.version
+            metrics, progress = await update_policy(run, ready.update, progress)
+            past = (*progress.past, progress.version)[-run.config.rollout.max_staleness - 1 :]
+            progress = replace(progress, step=progress.step + 1, leases=(*progress.leases, lease.id), past=past)
+            entry = step_metrics(run, ready, metrics, progress, version=version, train_s=clock.lap())
+            entry |= {**background.ended(), **progress.fallback._asdict()}
+            progress = replace(progress, fallback=NO_FALLBACK)
+            await scores.write(progress.step, ready.update.parts)
+            run.folder.add_metrics(entry)
+            if progress.step % section.checkpoint_every == 0:
+                progress = await save_checkpoint(run, progress)
+            run.events.emit("train.step", **entry)
+            idle = [*idle, entry] if progress.version == version else []
+            if idle and len(idle) % STALLED_STEPS == 0:
+                run.events.emit("train.stalled", steps=len(idle), text=f"step {progress.step}: {why_idle(idle)}")
+            run.rollouts.advance(progress.step)
     return await save_checkpoint(run, progress) if progress.leases else progress
 
 
@@ -277,13 +279,15 @@ def credit_groups(groups: Sequence[Group], run: TrainingRun) -> dict[str, Credit
 
 
 def _credit(groups: Sequence[Group], policy: str, run: TrainingRun) -> CreditedSequences:
-    made, counts = list[TrainingSequence](), Counter[str]()
-    divisor = DIVISORS.get(run.config.train.advantage)
-    for group in groups if not policy else (group_of(group, policy) for group in groups):
-        if group.attempts:
-            result = sequences(group, run.advantage(group), divisor=divisor)
-            made += result.sequences
-            counts.update(result.counts)
+    made, counts, section = list[TrainingSequence](), Counter[str](), run.config.train
+    views = [view for view in (groups if not policy else (group_of(group, policy) for group in groups)) if view.attempts]
+    for view, credit in zip(views, credit_of(run.advantage, views), strict=True):
+        result = sequences(view, credit, divisor=loss_divisor(section), recompute=section.unknown_logprobs == "recompute")
+        made += result.sequences
+        counts.update(result.counts)
+    if is_token_mean(section):
+        weight = counts["rollouts"] / max(1, counts["tokens"])  # the mean over rollouts is taken later
+        made = [replace(sequence, weight=weight) for sequence in made]
     return CreditedSequences(made, counts)
 
 
@@ -327,6 +331,8 @@ async def update_policy(
             # The groups are in the weights already, so they count as trained. Only the remaining updates are skipped.
             run.events.emit("update.skip", step=progress.step + 1, updates=remaining, message=one_line(error))
             break
+    if any(learner.decoder.device.type == "cpu" for learner in run.learners.values()):
+        await asyncio.to_thread(trim_heap)  # of activations and gradients
     metrics = {policy: _final_metrics(run, policy, part.result.metrics, done[policy]) for policy, part in update.parts.items()}
     return metrics, replace(progress, version=version, last_version=version)
 
@@ -395,6 +401,7 @@ def step_metrics(
         "version": progress.version,
         "reward": sum(rewards) / len(rewards),
         "rewards": rewards,
+        **{f"{COMPONENT}{name}": mean for name, mean in component_means(attempts).items()},
         "groups": len(lease.groups),
         "group_ids": [group.id for group in lease.groups],
         "groups_equal": total.counts["groups_equal"],
@@ -407,6 +414,8 @@ def step_metrics(
         "exact_tokens": exact.exact_tokens,
         "sampled_tokens": exact.sampled_tokens,
         "unhashed_tokens": exact.unhashed_tokens,
+        "behaviour_unknown_tokens": behaviour_unknown_tokens(*attempts),
+        "recomputed_tokens": total.counts["recomputed_tokens"],
         "exact_token_rate": exact.rate,
         **asdict(total_metrics(list(metrics.values()))),
         "rollout_s": round(ready.rollout_s, 3),

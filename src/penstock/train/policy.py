@@ -9,6 +9,7 @@ resumed from: it is renamed to `000012.damaged`, and the one before takes its pl
 import asyncio
 import random
 import shutil
+import time
 from collections.abc import Awaitable, Callable, Collection, Generator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -259,6 +260,14 @@ PUBLISHED_KEPT = 2
 """Keep the folder that is served and the one before, which a slow reader may still have open."""
 
 
+class Publication(NamedTuple):
+    """How the last version reached servers."""
+
+    way: str
+    seconds: float
+    bytes: int
+
+
 class Publisher(Protocol):
     """Brings new weights to the engine."""
 
@@ -313,7 +322,9 @@ class FolderPublisher:
         in_use: Callable[[], Collection[Path]] = tuple,
     ) -> None:
         """`in_use` returns folders that the engine may read again."""
+        self.last: Publication | None = None
         self._learner, self._model, self._scratch, self._load, self._in_use = learner, model, scratch, load, in_use
+        self._way = "a folder on disk" if learner.adapter is None else "an adapter"
         shutil.rmtree(scratch, ignore_errors=True)
 
     async def begin(self) -> None:
@@ -328,14 +339,16 @@ class FolderPublisher:
 
     async def publish(self, version: int, change: Callable[[], None]) -> None:
         folder = self._scratch / f"{version:06d}"
-        await asyncio.to_thread(self._write, folder, change)
+        await asyncio.to_thread(change)
+        begun = time.perf_counter()
+        await asyncio.to_thread(self._write, folder)
         await self._load(version, folder)
+        self.last = Publication(self._way, time.perf_counter() - begun, self._learner.size)
         for old in sorted(self._scratch.iterdir())[:-PUBLISHED_KEPT]:
             if old.absolute() not in self._in_use():
                 await asyncio.to_thread(shutil.rmtree, old)
 
-    def _write(self, folder: Path, change: Callable[[], None]) -> None:
-        change()
+    def _write(self, folder: Path) -> None:
         copy_settings(self._model, folder)
         self._learner.save_weights(folder)
 
@@ -343,8 +356,15 @@ class FolderPublisher:
 class PolicyPublishers:
     """For several policies on servers: publishes each by itself, all under one number."""
 
-    def __init__(self, publishers: Iterable[Publisher]) -> None:
+    def __init__(self, publishers: Iterable[FolderPublisher]) -> None:
         self._publishers = list(publishers)
+
+    @property
+    def last(self) -> Publication | None:
+        parts = [publisher.last for publisher in self._publishers if publisher.last is not None]
+        if not parts:
+            return None
+        return Publication(f"{len(parts)} adapters", sum(part.seconds for part in parts), sum(part.bytes for part in parts))
 
     async def begin(self) -> None:
         for publisher in self._publishers:

@@ -23,7 +23,7 @@ from penstock.errors import ConfigError, EngineError
 from penstock.events import Events
 from penstock.run.folder import RunFolder
 from penstock.train.learner import Learner
-from penstock.train.policy import PUBLISHED_KEPT, copy_settings
+from penstock.train.policy import PUBLISHED_KEPT, Publication, copy_settings
 from penstock.train.weight_senders import IpcSender, NcclSender
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -36,14 +36,6 @@ NEEDS = {
 }
 MAX_FAILURES = 2
 """A way that fails so often in a row is not tried any more."""
-
-
-class Publication(NamedTuple):
-    """How the last version reached the engine."""
-
-    way: str
-    seconds: float
-    bytes: int
 
 
 class TransferEngine(Protocol):
@@ -73,14 +65,13 @@ class ServerPublisher:
         self._ways = list(ways)
         self._failures = dict.fromkeys(ways, 0)
         self._writing: asyncio.Task[None] | None = None
-        self._size = sum(weight.numel() * weight.element_size() for weight in learner.decoder.parameters())
         for way in ways:
             shutil.rmtree(way.folder, ignore_errors=True)
 
     async def begin(self) -> None:
         """Publishes the start policy, as a server may still hold the weights of an earlier run; rounded, if later versions are."""
         names = ", else ".join(way.name for way in self._ways)
-        text = f"{self._size / 1e6:,.0f} MB of weights go to the servers by {names}"
+        text = f"{self._learner.size / 1e6:,.0f} MB of weights go to the servers by {names}"
         self._events.emit("stage", text=text, ways=[way.name for way in self._ways])
         if self._learner.rounds:
             await self.publish(0, self._learner.publish)
@@ -101,7 +92,7 @@ class ServerPublisher:
                 self._count_failure(way, version, f"{error}; tried again by {following.name}")
             else:
                 self._failures[way] = 0
-                self.last = Publication(way.name, time.perf_counter() - begun, self._size)
+                self.last = Publication(way.name, time.perf_counter() - begun, self._learner.size)
                 return
 
     async def settle(self) -> None:

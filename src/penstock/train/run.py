@@ -15,11 +15,13 @@ from penstock.run.code import use_code
 from penstock.run.folder import FRESH, locked, open_run_folder
 from penstock.run.inputs import Inputs, refuse_untrainable
 from penstock.run.opening import bind_pool
+from penstock.run.tracking import tracking
 from penstock.system.async_tools import leaf_errors
+from penstock.system.heap import share_heap
 from penstock.train import policy
 from penstock.train.held_out import BackgroundEvaluation, evaluate
 from penstock.train.loop import Fallback, TrainProgress, train_steps
-from penstock.train.summary import Summary, finished_summary, summarize
+from penstock.train.summary import Summary, finished_summary, notices, summarize
 from penstock.train.training_run import TrainingRun, open_training
 
 T = TypeVar("T")
@@ -39,16 +41,19 @@ async def train(
     A run whose agent or grader was edited meanwhile is refused, unless `allow_code_change`.
     """
     refuse_untrainable(config)
+    share_heap()
     folder = open_run_folder(config, fresh=fresh)
     with locked(folder.path), Events(folder.events) as events:
         events.listen(listener)
         if done := await asyncio.to_thread(finished_summary, folder, config):
             return done
         use_code(folder, inputs.agent, events, allow_change=allow_code_change)
-        async with open_training(config, inputs, folder, events) as run:
-            summary = await run_training(run, stop)
-        folder.write_summary(to_json(summary))
-        events.emit("run.end", summary=asdict(summary))
+        async with tracking(config, folder, events):
+            async with open_training(config, inputs, folder, events) as run:
+                summary = await run_training(run, stop)
+            summary = replace(summary, notices=await asyncio.to_thread(notices, folder.events))
+            folder.write_summary(to_json(summary))
+            events.emit("run.end", summary=asdict(summary))
         return summary
 
 

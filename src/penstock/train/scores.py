@@ -4,13 +4,15 @@ A line is one sequence: the log-probability of its trained tokens less the engin
 entropy, both as half-precision numbers in base64; and its advantages as runs of `[count, value]`. Training reads none of it.
 """
 
+import asyncio
 import base64
 import logging
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import compress, groupby
+from math import inf
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, Self, cast
 
 import orjson
 
@@ -31,6 +33,29 @@ class ScoredUpdate(Protocol):
 
     @property
     def result(self) -> UpdateResult: ...
+
+
+class ScoreWriter:
+    """Writes scores in a thread while training goes on, one step after the other. Leaving it waits for the last."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._writing: asyncio.Task[None] | None = None
+
+    async def write(self, step: int, updates: Mapping[str, ScoredUpdate]) -> None:
+        """Begins to write, once the step before is written."""
+        await self._finish()
+        self._writing = asyncio.create_task(asyncio.to_thread(write_scores, self._folder, step, updates))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._finish()
+
+    async def _finish(self) -> None:
+        if self._writing is not None:
+            await self._writing
 
 
 def write_scores(folder: Path, step: int, updates: Mapping[str, ScoredUpdate]) -> None:
@@ -60,7 +85,7 @@ def score_lines(batch: Batch, result: UpdateResult, policy: str = "") -> Iterato
 
 
 def _line(sequence: Sequence, logprobs: list[float], entropy: list[float], policy: str) -> dict[str, Any]:
-    gap = [new - old for new, old in zip(logprobs, sequence.logprobs, strict=True)]
+    gap = [0.0 if old == inf else new - old for new, old in zip(logprobs, sequence.logprobs, strict=True)]
     runs = groupby(compress(sequence.advantages, sequence.trained))
     return {
         "rollout_id": sequence.rollout_id,

@@ -6,14 +6,17 @@ from the ids in the token graph, which training uses. A step whose digests diffe
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from hashlib import blake2b
 from typing import NamedTuple
 
 from penstock.codec import extend_ids_hash
 from penstock.errors import TrainError
 from penstock.records import Attempt, Group, Node, Sequence, Step
+from penstock.train.advantages.base import Credit, credit_by_step
 
+BEHAVIOUR_UNKNOWN = "behaviour_unknown"
+"""Why a step is masked whose engine did not tell the probabilities that it sampled with; see `train.unknown_logprobs`."""
 LARGEST_ID = 2**31 - 1
 """Ids are stored and hashed as int32."""
 
@@ -81,6 +84,11 @@ def sampled_tokens(step: Step) -> int:
     return max(len(step.completion_ids), len(step.logprobs), len(step.versions))
 
 
+def behaviour_unknown_tokens(*attempts: Attempt) -> int:
+    """Counts the sampled tokens whose engine did not tell the probabilities that it sampled with."""
+    return sum(len(step.completion_ids) for attempt in attempts for step in attempt.steps if not step.behaviour_known)
+
+
 def breaks(*attempts: Attempt) -> Counter[str]:
     """Counts, by reason, how often messages were rendered from scratch although the rollout had earlier steps.
 
@@ -116,6 +124,8 @@ def why_untrainable(step: Step, graph: Graph) -> str | None:
         return "empty" if step.usage is None else "relayed"
     if step.finish in ("cancelled", "error"):
         return step.finish
+    if step.sampling.grammar is not None:
+        return "constrained"
     return "greedy" if step.sampling.temperature == 0 else None
 
 
@@ -166,66 +176,99 @@ class SequencesResult(NamedTuple):
     sequences: list[Sequence]
     counts: Counter[str]
     """`rollouts` in the mean of the loss, trained `tokens`, `groups_equal` (all advantages are 0), `groups_ungraded`,
-    rollouts that are `ungraded` or `curated` out, and steps `masked.<reason>`. Counters of several groups can be added."""
+    rollouts that are `ungraded` or `curated` out, `recomputed_tokens` (see `sequences`), and steps `masked.<reason>`. Counters of
+    several groups can be added."""
 
 
-def sequences(group: Group, advantages: Iterable[float], *, divisor: float | None = None) -> SequencesResult:
+def sequences(
+    group: Group,
+    advantages: Iterable[Credit],
+    *,
+    divisor: float | None = None,
+    without_credit: bool = False,
+    recompute: bool = False,
+) -> SequencesResult:
     """Returns one sequence per path with trained tokens, of each graded rollout's graph, cut after the last of them.
 
     `advantages` are those of `group.graded`. A reply on several paths is trained on the first and is context on the others.
-    All tokens of a rollout have the same weight: 1 / `divisor` or, without one, 1 / (its trained tokens), so that every rollout
-    counts the same. If all advantages are 0, the group adds no sequences and no rollouts to the mean of the loss.
+    All tokens of a rollout have the same weight: 1 / `divisor` or, without one, 1 / (its tokens that can be trained), so that
+    every rollout counts the same. If all advantages are 0, the group adds no sequences and no rollouts to the mean of the loss,
+    unless `without_credit`, which keeps tokens whose credit is 0, as they get another one later.
+
+    A step whose engine did not tell with which probability it sampled is masked or, with `recompute`, trained with infinity in
+    place of its log-probabilities: the learner puts in its own.
     """
     credit = list(advantages)
-    _check(group, credit)
+    if len(credit) != len(group.graded):
+        raise TrainError(f"group {group.id} has {len(group.graded)} graded rollouts but was given {len(credit)} advantages")
+    by_step = [_checked_credit(group, attempt, each) for attempt, each in zip(group.graded, credit, strict=True)]
     out = sum(attempt.curated_out for attempt in group.attempts)
     counts = Counter({"ungraded": len(group.attempts) - len(credit) - out, "curated": out})
-    if not any(credit):
+    taught = without_credit or any(value for each in by_step for value in each.values()) or _any_number(credit)
+    if not credit or not taught:
         counts["groups_equal" if credit else "groups_ungraded"] += 1
         return SequencesResult([], counts)
     counts["rollouts"] = len(credit)
     made: list[Sequence] = []
-    for attempt, advantage in zip(group.graded, credit, strict=True):
-        part = _of_attempt(attempt, advantage, divisor)
+    for attempt, each in zip(group.graded, by_step, strict=True):
+        reasons = step_masks(attempt, graph := read_graph(attempt), each, without_credit=without_credit, recompute=recompute)
+        part = _of_attempt(attempt, graph, reasons, each, divisor)
         made += part.sequences
         counts += part.counts
     return SequencesResult(made, counts)
 
 
-def _check(group: Group, credit: list[float]) -> None:
-    if len(credit) != len(group.graded):
-        raise TrainError(f"group {group.id} has {len(group.graded)} graded rollouts but was given {len(credit)} advantages")
-    if not all(math.isfinite(value) for value in credit):
+def _any_number(credit: list[Credit]) -> bool:
+    """Whether a rollout as a whole has credit: it counts in the mean of the loss even if it has no step."""
+    return any(each for each in credit if isinstance(each, int | float))
+
+
+def _checked_credit(group: Group, attempt: Attempt, credit: Credit) -> dict[int, float]:
+    by_step = credit_by_step(attempt, credit)
+    numbers = [*by_step.values(), *([credit] if isinstance(credit, int | float) else [])]
+    if not all(math.isfinite(value) for value in numbers):
         raise TrainError(f"group {group.id} was given the advantages {credit}; each must be finite")
+    return by_step
 
 
-def _of_attempt(attempt: Attempt, advantage: float, divisor: float | None) -> SequencesResult:
-    graph = read_graph(attempt)
+def _of_attempt(
+    attempt: Attempt, graph: Graph, reasons: Mapping[int, str | None], advantages: Mapping[int, float], divisor: float | None
+) -> SequencesResult:
+    """Returns the sequences of one rollout; `reasons` are its `step_masks`."""
     qualities = _qualities(attempt)
-    reasons = step_masks(attempt, graph, advantage)
     counts = Counter(f"masked.{reason}" for reason in reasons.values() if reason)
     left = {index for index, reason in reasons.items() if reason is None}
     counts["tokens"] = sum(len(graph.steps[index].completion_ids) for index in left)
-    weight = 1.0 / (divisor or counts["tokens"] or 1)
+    unknown = [graph.steps[index] for index in left if not graph.steps[index].behaviour_known]
+    counts += Counter({"recomputed_tokens": sum(len(step.completion_ids) for step in unknown)})
+    # Steps without credit count too, or the rest of the rollout would weigh more for them.
+    size = sum(len(graph.steps[index].completion_ids) for index, reason in reasons.items() if reason in (None, "zero_advantage"))
+    weight = 1.0 / (divisor or size or 1)
     made: list[Sequence] = []
     for path in graph.paths:
         if mine := left.intersection(path):
             left -= mine
-            credit = {index: advantage * qualities[index] for index in mine}
+            credit = {index: advantages[index] * qualities[index] for index in mine}
             made.append(_sequence(attempt, graph, path, credit, weight=weight))
     return SequencesResult(made, counts)
 
 
-def step_masks(attempt: Attempt, graph: Graph, advantage: float) -> dict[int, str | None]:
+def step_masks(
+    attempt: Attempt, graph: Graph, credit: Credit, *, without_credit: bool = False, recompute: bool = False
+) -> dict[int, str | None]:
     """Returns, for each step of a graded rollout, why its tokens are not trained; None if they are."""
-    qualities = _qualities(attempt)
-    return {index: _mask(step, advantage, graph, qualities[index]) for index, step in graph.steps.items()}
+    qualities, advantages = _qualities(attempt), credit_by_step(attempt, credit)
+    return {
+        index: _mask(step, 1.0 if without_credit else advantages[index], graph, qualities[index], recompute=recompute)
+        for index, step in graph.steps.items()
+    }
 
 
-def _mask(step: Step, advantage: float, graph: Graph, quality: float) -> str | None:
+def _mask(step: Step, advantage: float, graph: Graph, quality: float, *, recompute: bool) -> str | None:
     """Returns why a step's tokens are not trained, or None if they are."""
     without_credit = "zero_advantage" if not advantage else None if quality else "curated"
-    return why_untrainable(step, graph) or without_credit
+    unknown = None if step.behaviour_known or recompute else BEHAVIOUR_UNKNOWN
+    return why_untrainable(step, graph) or without_credit or unknown
 
 
 def _qualities(attempt: Attempt) -> dict[int, float]:
@@ -248,10 +291,12 @@ def _sequence(attempt: Attempt, graph: Graph, path: list[int], credit: dict[int,
             credited.append((slice(len(ids), len(ids) + len(step.completion_ids)), step))
         ids += step.completion_ids
     trained, logprobs, versions = [False] * len(ids), [0.0] * len(ids), [-1] * len(ids)
-    temperatures, advantages = [1.0] * len(ids), [0.0] * len(ids)
+    temperatures, advantages, steps = [1.0] * len(ids), [0.0] * len(ids), [-1] * len(ids)
     for reply, step in credited:
         size = len(step.completion_ids)
-        trained[reply], logprobs[reply], versions[reply] = [True] * size, step.logprobs, step.versions
+        steps[reply] = [step.index] * size
+        behaviour = step.logprobs if step.behaviour_known else [math.inf] * size
+        trained[reply], logprobs[reply], versions[reply] = [True] * size, behaviour, step.versions
         temperatures[reply], advantages[reply] = [step.sampling.temperature] * size, [credit[step.index]] * size
     return Sequence(
         rollout_id=attempt.rollout.id,
@@ -263,4 +308,5 @@ def _sequence(attempt: Attempt, graph: Graph, path: list[int], credit: dict[int,
         advantages=tuple(advantages),
         weight=weight,
         versions=tuple(versions),
+        steps=tuple(steps),
     )

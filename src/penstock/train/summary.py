@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -49,8 +50,14 @@ class Summary:
     """The sampled tokens that are not exact, by reason."""
     unhashed_tokens: int = 0
     """Of the exact ones, those recorded without a digest of their context."""
+    behaviour_unknown_tokens: int = 0
+    """Sampled tokens whose engine did not tell the probabilities that it sampled with; see `train.unknown_logprobs`."""
+    recomputed_tokens: int = 0
+    """Of those, the ones that were trained with the trainer's own."""
     masked: dict[str, int] = field(default_factory=dict[str, int])
     """Steps of graded rollouts that were not trained, by reason."""
+    notices: dict[str, int] = field(default_factory=dict[str, int])
+    """What the gateway did not do as agents asked, by name: capped lengths, replies that were cut, ignored fields."""
     breaks: dict[str, int] = field(default_factory=dict[str, int])
     """How often a caller's messages were rendered anew although the rollout had earlier steps, by reason."""
     checkpoints_damaged: int = 0
@@ -98,6 +105,8 @@ async def summarize(run: TrainingRun, progress: TrainProgress, before: float | N
         ends=stats.ends,
         inexact=_total_counts(metrics, "inexact"),
         unhashed_tokens=sum(entry.get("unhashed_tokens", 0) for entry in metrics),
+        behaviour_unknown_tokens=sum(entry.get("behaviour_unknown_tokens", 0) for entry in metrics),
+        recomputed_tokens=sum(entry.get("recomputed_tokens", 0) for entry in metrics),
         masked=_total_counts(metrics, "masked"),
         breaks=stats.breaks,
         checkpoints_damaged=sum(entry.get("checkpoints_damaged", 0) for entry in metrics),
@@ -109,6 +118,16 @@ async def summarize(run: TrainingRun, progress: TrainProgress, before: float | N
         code_changes=[change.text for change in code_changes(run.folder)],
         resumed=run.folder.resumed,
     )
+
+
+def notices(events: Path) -> dict[str, int]:
+    """Returns what the gateways of a run counted, from its event log; that of a process that was killed is not in it."""
+    total: Counter[str] = Counter()
+    with events.open("rb") as lines:
+        for line in lines:
+            if b'"gateway.stop"' in line:
+                total.update(orjson.loads(line).get("counts", {}))
+    return dict(total)
 
 
 def finished_summary(folder: RunFolder, config: RunConfig) -> Summary | None:

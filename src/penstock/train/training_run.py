@@ -1,7 +1,7 @@
 """A training run: all that a training step uses, opened in the order of the data and closed in reverse."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -21,14 +21,13 @@ from penstock.engines.servers.vllm import VllmEngine
 from penstock.errors import ConfigError, TrainError
 from penstock.events import Events
 from penstock.pool.base import Pool
-from penstock.records import Group
 from penstock.rollout.runner import Runner
 from penstock.rollout.scheduler import Scheduler, run_once
 from penstock.run.folder import RunFolder
 from penstock.run.inputs import Inputs
 from penstock.run.opening import open_pool, open_rollout_runner, sampling
 from penstock.run.policies import trained_policies
-from penstock.train.advantages import ADVANTAGES
+from penstock.train.algorithm import Advantage, load_advantage
 from penstock.train.learner import Learner
 from penstock.train.learner_device import load_learner_decoder, memory_split, refuse_learner_settings, sleeping
 from penstock.train.policy import AdapterPublisher, FolderPublisher, InPlacePublisher, PolicyPublishers, Publisher
@@ -113,7 +112,7 @@ class TrainingRun:
     publisher: Publisher
     learners: Mapping[str, Learner]
     """By policy; one under the empty name in a run without `[policies.*]`."""
-    advantage: Callable[[Group], list[float]]
+    advantage: Advantage
 
 
 @asynccontextmanager
@@ -132,9 +131,14 @@ async def open_training(config: RunConfig, inputs: Inputs, folder: RunFolder, ev
             if config.train.updates_per_step > 1:
                 raise ConfigError("engine.sleep: set train.updates_per_step = 1; later updates are computed between publications")
             await engine.refuse_sleepless()
-        if isinstance(engine, VllmEngine) and whole is not None and whole.adapter is None:
-            for text in await asyncio.to_thread(memory_split, decoder):
+        if shared is None:
+            trained = sum(learner.size for learner in learners.values())
+            for text in await asyncio.to_thread(memory_split, decoder, trained):
                 events.emit("stage", text=text)
+            if config.train.method == "lora":
+                names = f"{len(learners)} adapters" if len(learners) > 1 else "an adapter"
+                events.emit("stage", text=f"{trained / 1e6:,.0f} MB of weights go to the servers as {names}, by name")
+        if isinstance(engine, VllmEngine) and whole is not None and whole.adapter is None:
             ways = await publication_ways(config, engine, decoder, folder)
             publisher = ServerPublisher(engine, whole, model=inputs.folder, ways=ways, events=events)
             stack.push_async_callback(publisher.close)
@@ -147,7 +151,7 @@ async def open_training(config: RunConfig, inputs: Inputs, folder: RunFolder, ev
             rollouts=rollouts,
             publisher=publisher or _publisher(learners, rollouts.engine, inputs.folder, folder.path / "served"),
             learners=learners,
-            advantage=ADVANTAGES.load(config.train.advantage),
+            advantage=load_advantage(config.train),
         )
 
 

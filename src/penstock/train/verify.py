@@ -101,9 +101,10 @@ def _sequence(attempt: Attempt, graph: Graph, path: list[int], mine: set[int], v
 def _recomputable(step: Step) -> tuple[tuple[float, ...], float]:
     """Returns the recorded log-probabilities that a forward pass can reproduce, and the temperature to compute them at.
 
-    Truncated sampling renormalises, and a greedy token has probability 1. For both, compare the full softmax at temperature 1.
+    Truncated sampling renormalises, a greedy token has probability 1, and some engines tell no more. For these, compare the full
+    softmax at temperature 1.
     """
-    if step.sampling.temperature > 0 and not step.sampling.truncated:
+    if step.behaviour_known and step.sampling.temperature > 0 and not step.sampling.truncated:
         return step.logprobs, step.sampling.temperature
     return step.logprobs if step.full_logprobs is None else step.full_logprobs, 1.0
 

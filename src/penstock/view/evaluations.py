@@ -58,6 +58,7 @@ def _line(files: ViewedRun, run_id: str) -> dict[str, Any]:
         "rollouts": summary.get("rollouts"),
         "reward": summary.get("reward"),
         "passes": summary.get("passes"),
+        "components": summary.get("components") or {},
         "ends": summary.get("ends"),
         "cost": summary.get("cost"),
     }

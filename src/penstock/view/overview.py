@@ -5,11 +5,14 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
-from penstock.errors import PenstockError
+from penstock.config import TrainSection, validate
+from penstock.errors import ConfigError, PenstockError
 from penstock.pool.sql import reads
 from penstock.pool.sql.database import PoolDatabase
 from penstock.records import Group
 from penstock.train.advantages import ADVANTAGES
+from penstock.train.advantages.base import level_of
+from penstock.train.algorithm import load_advantage
 from penstock.view.queries import GroupRow, LeaseRow, check_ledger, group_page, lease_rows, ledger_page
 from penstock.view.run_files import AlarmLog, ViewedRun
 from penstock.view.sources import OpenRuns
@@ -137,15 +140,22 @@ def _last_text(row: GroupRow) -> str:
 
 
 def advantages_of(files: ViewedRun, group: Group) -> dict[str, float]:
-    """Returns the advantage of each graded rollout, by id; nothing if the run computed them with a function of its own.
+    """Returns the advantage of each graded rollout, by id; nothing if the run computed them with a function of its own,
+    from more than the group, or by step: what each token was trained with is in the scores.
 
     That function is named in a file that may come from anywhere, so it is not imported.
     """
     name = files.setting("train", "advantage")
     if name not in BUILT_IN_ADVANTAGES or files.kind != "train" or files.config.get("policies") or group.channel != "train":
         return {}
-    advantages: list[float] = ADVANTAGES.load(name)(group)
-    return {attempt.rollout.id: advantage for attempt, advantage in zip(group.graded, advantages, strict=True)}
+    try:
+        advantage = load_advantage(validate(TrainSection, files.config.get("train") or {}, "config.json"))
+    except ConfigError:  # a file that was edited, or of another version
+        return {}
+    if level_of(advantage) != "group":
+        return {}
+    credit = zip(group.graded, advantage(group), strict=True)
+    return {attempt.rollout.id: value for attempt, value in credit if isinstance(value, int | float)}
 
 
 def pool_state(files: ViewedRun, database: PoolDatabase, *, before: int = AFTER_LAST) -> dict[str, Any]:

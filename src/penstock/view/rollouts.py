@@ -188,7 +188,8 @@ def _credit(files: ViewedRun, database: PoolDatabase, attempt: Attempt) -> Train
     elif advantage is None:  # computed by a function of the run's own: only what holds at any advantage is known
         masks = {index: why_untrainable(call, graph) for index, call in graph.steps.items()}
     else:
-        masks = step_masks(attempt, graph, advantage)
+        recompute = files.setting("train", "unknown_logprobs") == "recompute"
+        masks = step_masks(attempt, graph, advantage, recompute=recompute)
     return TrainingCredit(state, version, step, advantage, masks)
 
 
@@ -210,7 +211,8 @@ def why_reward(attempt: Attempt, credit: TrainingCredit) -> str:
         return "It has no reward: its grader gave none."
     whole = [grade for grade in attempt.grades if grade.transcript is None and grade.step is None]
     if whole:
-        return f"{whole[-1].source} gave {whole[-1].reward:g} to the whole rollout."
+        named = ", ".join(f"{name} {value:g}" for name, value in whole[-1].components.items())
+        return f"{whole[-1].source} gave {whole[-1].reward:g} to the whole rollout{f', with {named}' if named else ''}."
     parts = [grade for grade in attempt.grades if grade.transcript is not None and grade.step is None]
     if parts:
         return f"It is the mean of {len(parts)} grades of its transcripts."

@@ -18,7 +18,7 @@ from penstock.config import PoolSection
 from penstock.errors import ConfigError
 from penstock.pool import POOLS
 from penstock.pool.location import PoolLocation
-from penstock.run.folder import RunFolder
+from penstock.run.folder import COMPONENT, RunFolder, component_values
 from penstock.system.checksums import remove_checksum
 from penstock.system.locks import lock_is_held
 
@@ -106,6 +106,10 @@ class MetricsTable:
         values["margin"] = 1.96 * statistics.stdev(rewards) / math.sqrt(len(rewards)) if len(rewards) > 1 else None
         rollouts, sampled = values["rollouts"], _number(entry.get("sampled_tokens"))
         values["length"] = sampled / rollouts if sampled is not None and rollouts else None
+        for name, mean in component_values(entry).items():
+            key = f"{COMPONENT}{name}"
+            self.columns.setdefault(key, [0.0] * len(self.steps))
+            values[key] = _number(mean)
         for name, total in self.totals.items():
             counted: dict[str, int] = entry.get(name) or {}
             total.update({str(key): int(n) for key, n in counted.items()})
@@ -115,7 +119,7 @@ class MetricsTable:
         self.steps.append(step)
         self._positions[step] = position
         for name, column in self.columns.items():
-            column.append(values[name])
+            column.append(values.get(name, 0.0 if name.startswith(COMPONENT) else None))
 
     def entry(self, step: int) -> dict[str, Any] | None:
         """Returns the whole line of one step; None if there is none."""

@@ -207,6 +207,32 @@ async def everything(ctx):
     ctx.set_step_reward(1, -1.0)
 
 
+async def adds_parts(ctx):
+    ctx.set_reward(1.0)
+    ctx.add_reward("format", 0.25)
+    ctx.add_reward("length", -1.0)
+    ctx.add_reward("length", 0.5)
+
+
+async def adds_parts_to_each(ctx):
+    ctx.set_sample_reward("planner", 0.5)
+    ctx.set_sample_reward("executor", 1.5)
+    ctx.add_reward("format", 0.25)
+
+
+async def only_adds_parts(ctx):
+    ctx.add_reward("format", 0.25)
+
+
+async def returns_and_adds(ctx):
+    ctx.add_reward("format", 0.25)
+    return 0.5
+
+
+async def adds_words(ctx):
+    ctx.add_reward("format", "high")
+
+
 async def returns(ctx):
     return 0.75
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from cli_cases import ENGINE, environment, penstock
+from cli_cases import ENDLESS, ENGINE, environment, penstock
 
 from penstock.pool.sqlite import SqlitePool
 from penstock.records import Attempt
@@ -222,3 +222,26 @@ def test_what_was_recorded_with_weights_can_be_verified(tmp_path):
     assert advice[:2] == ["penstock", "verify"]
     verified = subprocess.run(penstock(*advice[1:], "--json"), capture_output=True, text=True, timeout=200, env=environment())
     assert (verified.returncode, json.loads(verified.stdout)["status"]) == (0, "exact")
+
+
+LONG = """
+    from openai import OpenAI
+    ask = {"model": "any", "messages": [{"role": "user", "content": "Hello"}]}
+    OpenAI().chat.completions.create(**ask, max_tokens=600)
+    OpenAI().chat.completions.create(**ask, max_tokens=10**6)
+    OpenAI().chat.completions.create(**ask)
+"""
+
+
+def test_without_a_setting_the_callers_limit_holds_up_to_the_context_and_cuts_are_summed_up(tmp_path):
+    result = ran(tmp_path, LONG, "--engine", ENDLESS, "--json")
+    [attempt] = attempts(tmp_path)
+    wished, most, default = (len(step.completion_ids) for step in attempt.steps)
+    assert wished == 600 and most == default > 600
+    assert json.loads(result.stderr)["notices"] == {"capped:max_tokens": 1, "finish:length": 3}
+
+
+def test_the_summary_for_people_tells_of_cuts(tmp_path):
+    result = ran(tmp_path, LONG, "--engine", ENDLESS, "--set", "sampling.max_tokens=5")
+    assert {len(step.completion_ids) for step in attempts(tmp_path)[0].steps} == {5}
+    assert "not done    3 finish:length, 2 capped:max_tokens" in result.stderr

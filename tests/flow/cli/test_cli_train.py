@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from penstock.view.overview import metrics_columns
+from penstock.view.run_files import open_viewed_run
+
 pytestmark = pytest.mark.slow
 
 AGENT = """
@@ -63,6 +66,22 @@ def test_a_run_ends_with_a_summary_and_a_report_and_is_not_trained_twice(project
     assert code == 0
     assert "finished earlier" in out
     assert "--fresh" in out
+
+
+def test_named_parts_of_the_reward_are_in_metrics_report_and_dashboard(project):
+    agent = AGENT.replace("return float(", 'ctx.add_reward("format", 0.25)\n        return float(')
+    (project / "agent.py").write_text(agent)
+    code, _, err = finished(project)
+    assert code == 0, err
+    assert "  format 0.250  groups" in err
+    entries = [json.loads(line) for line in (project / "runs/short/metrics.jsonl").read_text().splitlines()]
+    assert [entry["components/format"] for entry in entries] == [0.25, 0.25]
+    assert all(reward in (0.25, 1.25) for entry in entries for reward in entry["rewards"])
+    page = (project / "runs/short/report.html").read_text()
+    assert "<h2>Parts of the reward</h2>" in page and "step 2: format 0.25" in page
+    run = open_viewed_run(project / "runs/short")
+    run.refresh()
+    assert metrics_columns(run)["columns"]["components/format"] == [0.25, 0.25]
 
 
 def test_ctrl_c_once_stops_after_the_step_and_the_same_command_goes_on(project):

@@ -82,6 +82,18 @@ def test_an_evaluation_tells_its_numbers_and_is_not_made_twice(project, capsys):
     assert (again["resumed"], again["outcome"]) == (12, found["outcome"])
 
 
+def test_named_parts_of_the_reward_are_told_with_an_evaluation(project, capsys):
+    part = 'if ctx.metadata["n"] < 2: ctx.add_reward("format", 0.5)\n        return float('
+    (project / "agent.py").write_text(AGENT.replace("return float(", part))
+    found = result(capsys, "run", "eval.toml")
+    assert (found["outcome"]["reward"]["value"], found["outcome"]["components"]["format"]["value"]) == (0.75, 0.25)
+    assert "<h2>Parts of the reward</h2>" in Path(found["report"]).read_text()
+    run(["eval", "run", "eval.toml"])
+    assert "    format    0.250   95 % between" in capsys.readouterr().out
+    run(["eval", "run", "eval.toml", "--plain"])
+    assert "component.format\t0.25\t" in capsys.readouterr().out
+
+
 def test_an_evaluation_reads_its_dataset_once_and_makes_no_training_scheduler(project, capsys, monkeypatch):
     opened, plain_open = list[Path](), Path.open
 

@@ -9,6 +9,7 @@ from penstock.gateway.graph import prompts
 from penstock.records import End, Sampling
 from penstock.testing import ScriptedEngine, ScriptedReply, memory_pool, workbench
 
+STRICT = {"type": "function", "function": {"name": "f", "strict": True, "parameters": {"not": {}, "unevaluatedItems": False}}}
 CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 6}}\n</tool_call>'
 
 
@@ -63,7 +64,7 @@ def test_defaults_come_from_the_rollout_and_max_tokens_is_a_cap():
         answer = (await chat(http, USER, max_completion_tokens=100)).json()
         assert engine.samplings[0].temperature == 0.25
         assert answer["choices"][0]["finish_reason"] == "length"
-        assert bench.gateway.counts == {"capped:max_tokens": 1}
+        assert bench.gateway.counts == {"capped:max_tokens": 1, "finish:length": 1}
 
     run(["The answer is 42."], steps)
 
@@ -222,7 +223,13 @@ BAD = [
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": [TOOL], "tool_choice": "perhaps"}, "tool_choice"),
     ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "divide"}}}, "tool_choice"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": "xml"}}, "response_format"),
+    ({"response_format": "json"}, "response_format"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"uniqueItems": True}}}}, "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "frob"}}}}, "response_format"),
+    ({"tools": [STRICT]}, "tools"),
+    ({"tools": [STRICT], "tool_choice": "required"}, "tools"),
     ({"frequency_penalty": 0.5}, "frequency_penalty"),
     ({"logit_bias": {"1": 5}}, "logit_bias"),
     ({"top_logprobs": 5}, "top_logprobs"),
@@ -316,7 +323,7 @@ def test_a_reply_may_fill_the_context_and_no_more():
         engine.context_length = len(renderer().root([USER])) + 3
         answer = (await chat(http, USER)).json()
         assert (engine.samplings[0].max_tokens, answer["choices"][0]["finish_reason"]) == (3, "length")
-        assert bench.gateway.counts == {"capped:max_tokens": 1}
+        assert bench.gateway.counts == {"capped:max_tokens": 1, "finish:length": 1}
 
     run(["a long answer, longer than three tokens"], steps)
 
@@ -386,6 +393,38 @@ def test_a_template_that_rewrites_history_opens_counted_roots():
             assert [node.parent for node in (await bench.attempt(session)).nodes] == [None, None]
             assert (await bench.pool.stats()).breaks == {"template_rewrites_history": 1}
 
+    asyncio.run(main())
+
+
+def test_rollouts_that_begin_with_the_same_examples_share_one_rendering(monkeypatch):
+    model, rendered = renderer(), []
+    plain = model.root
+
+    def counted(messages, tools=()):
+        rendered.append(messages)
+        return plain(messages, tools)
+
+    def examples(**details):
+        return USER, {"role": "assistant", "content": "one", **details}, USER
+
+    async def main():
+        engine = ScriptedEngine(["two"] * 6, model.tokenizer)
+        async with workbench(engine, model) as bench:
+            sessions = [await bench.rollout(f"train-{number}") for number in range(4)]
+            for session in sessions[:3]:
+                await chat(bench.http(session.token), *examples())
+            assert len(rendered) == 1
+            assert engine.prompts[0] == engine.prompts[1] == engine.prompts[2]
+            # a reply that differs in what its digest leaves out is another conversation
+            await chat(bench.http(sessions[3].token), *examples(reasoning_content="because"))
+            assert len(rendered) == 2
+            # a later call that starts anew is rendered, and is not kept
+            edited = ({"role": "user", "content": "another"}, *examples())
+            for _ in range(2):
+                await chat(bench.http(sessions[0].token), *edited)
+            assert len(rendered) == 4
+
+    monkeypatch.setattr(model, "root", counted)
     asyncio.run(main())
 
 

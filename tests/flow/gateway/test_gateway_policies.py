@@ -76,6 +76,16 @@ def test_the_default_policy_answers_under_any_other_name_and_that_is_counted():
     run(steps, executor=["42"], default="executor")
 
 
+@pytest.mark.parametrize("name", ["osmosis-rollout", "openai/osmosis-rollout"])
+def test_the_placeholder_is_the_default_policy_and_no_mistake(name):
+    async def steps(http, bench, session, engines):
+        assert (await chat(http, USER, model=name)).json()["model"] == "executor"
+        assert (await http.get(f"/v1/models/{name}")).json()["id"] == name
+        assert not [count for count in bench.gateway.counts if count.startswith("answered_by_default")]
+
+    run(steps, executor=["42"], default="executor")
+
+
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
 def test_a_policy_behind_an_endpoint_that_gives_text_is_refused_where_tokens_are_needed(path):
     async def main():

@@ -15,8 +15,9 @@ from penstock.http.server import HttpServer
 class Double:
     """Accepts every rollout that `refusals` lets through, then does `act(double, request)`."""
 
-    def __init__(self, act=None, *, refusals=(), token="", state=None, health=200):
+    def __init__(self, act=None, *, refusals=(), token="", state=None, health=200, separate_keys=True):
         self.act, self.refusals, self.token, self.state, self.health = act, list(refusals), token, state, health
+        self.separate_keys = separate_keys
         self.requests, self.cancelled, self.asked = [], [], []
         self.took = asyncio.Event()
         self.was_cancelled = asyncio.Event()
@@ -58,7 +59,7 @@ class Double:
             return response.status, await response.json()
 
     async def _health(self, request):
-        return JSONResponse({"status": "ok"}, self.health)
+        return JSONResponse({"status": "ok"} | ({"separate_keys": True} if self.separate_keys else {}), self.health)
 
     async def _rollout(self, request):
         if self.token and request.headers.get("authorization") != f"Bearer {self.token}":

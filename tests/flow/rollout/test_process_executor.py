@@ -83,7 +83,7 @@ def test_samples_reach_the_grader_as_they_are(tmp_path):
 
     async def main():
         async with opened(tmp_path, grade=grade) as stage:
-            assert [tuple(each) for each in await stage.grade({"main": sample})] == [(None, 0.25, 2)]
+            assert [tuple(each) for each in await stage.grade({"main": sample})] == [(None, 0.25, 2, {})]
 
     asyncio.run(main())
 

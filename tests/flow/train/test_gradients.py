@@ -1,6 +1,7 @@
 """The gradients of the trainer: shared prefixes against the flat path, and both against autograd written out plainly."""
 
 from dataclasses import replace
+from math import inf
 
 import pytest
 import torch
@@ -75,6 +76,18 @@ def test_on_policy_the_gradient_is_that_of_reinforce(shared: bool):
     done = compute(Learner(decoder, section()), tree, limit=50, shared=shared)
     assert_same(gradients(decoder), oracle)
     assert done.metrics.importance == pytest.approx(1.0, abs=1e-5) and done.metrics.logprob_gap < 1e-4
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_where_the_behaviour_is_unknown_the_learners_own_log_probability_is_used(shared: bool):
+    decoder = make_decoder()
+    known = on_policy(decoder, random_tree(1))
+    oracle = compute(Learner(decoder, section()), known, limit=50, shared=shared).metrics
+    wanted = gradients(decoder)
+    unknown = [replace(s, logprobs=tuple(inf if each else 0.0 for each in s.trained)) for s in known]
+    done = compute(Learner(decoder, section()), unknown, limit=50, shared=shared).metrics
+    assert_same(gradients(decoder), wanted)
+    assert (done.importance, done.logprob_gap) == (1.0, 0.0) and done.loss == pytest.approx(oracle.loss, abs=1e-6)
 
 
 def test_later_updates_on_a_batch_are_measured_from_its_first():

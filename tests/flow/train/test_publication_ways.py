@@ -150,6 +150,20 @@ def test_a_way_that_fails_is_told_and_the_next_one_is_taken(tmp_path: Path, monk
     assert "from now on: it has failed 2 times in a row" in failed[1]
 
 
+@pytest.mark.parametrize(
+    ("settings", "way", "told"),
+    [((), "an adapter", "as an adapter, by name"),
+     (("policies={planner={default=true}, executor={}}",), "2 adapters", "as 2 adapters, by name")],
+)  # fmt: skip
+def test_adapters_are_told_and_measured_too(tmp_path: Path, settings: tuple[str, ...], way: str, told: str):
+    events, steps = trained(tmp_path, take_adapters, 'train.method="lora"', "train.rank=4", *settings)
+    assert told in texts(events)
+    assert {step["publish_way"] for step in steps} == {way} and len(steps) == 2
+    sizes = [file.stat().st_size for file in (tmp_path / "tiny/checkpoints/000002").rglob("adapter_model.safetensors")]
+    for step in steps:  # a file has the names of its tensors too
+        assert 0.5 * sum(sizes) < step["publish_bytes"] < sum(sizes) and step["publish_s"] > 0
+
+
 def test_a_way_that_cannot_be_taken_is_refused_with_what_it_needs(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"engine\.weights = 'ipc' cannot be used here: .*VLLM_ALLOW_INSECURE_SERIALIZATION=1"):
         trained(tmp_path, lambda server: None, 'engine.weights="ipc"')
@@ -202,7 +216,11 @@ def test_of_several_gpus_the_emptiest_is_the_learners(monkeypatch: pytest.Monkey
 
 
 def test_on_a_cpu_there_is_no_memory_to_split(tmp_path: Path):
-    assert learner_device.memory_split(load_decoder(write_policy(tmp_path / "0"))) == []
+    assert learner_device.memory_split(load_decoder(write_policy(tmp_path / "0")), 0) == []
+
+
+def take_adapters(server: FakeVllm) -> None:
+    server.takes_adapters = True
 
 
 def transferring(version: str) -> FakeVllm:
@@ -232,8 +250,8 @@ def trained(folder: Path, prepare: Any = None, *settings: str) -> tuple[list[tup
     events: list[tuple[str, dict[str, Any]]] = []
 
     async def case() -> None:
-        async with tiny_server() as server:
-            (prepare or (lambda server: None))(server)
+        (prepare or (lambda server: None))(fresh := tiny_server())
+        async with fresh as server:
             text = (TINY / "train.toml").read_text().replace("slots = 32", f'name = "vllm"\nurl = ["{server.url}"]')
             (folder / "agent.py").write_text(AGENT)
             (folder / "tasks.jsonl").write_text((TINY / "tasks.jsonl").read_text())

@@ -1,14 +1,17 @@
 """What the trainer keeps of each trained token: the columns that the dashboard's token lens reads."""
 
+import asyncio
 import json
+import threading
 
 import pytest
 from training_cases import make_decoder, plain_logprobs, random_tree, section
 
+from penstock.train import scores as scores_module
 from penstock.train.batches import pack
 from penstock.train.learner import Learner
 from penstock.train.loop import LearnerUpdate
-from penstock.train.scores import MOST_TOKENS, score_lines, write_scores
+from penstock.train.scores import MOST_TOKENS, ScoreWriter, score_lines, write_scores
 from penstock.view.rollouts import read_scores
 
 
@@ -53,3 +56,26 @@ def test_a_folder_that_cannot_be_written_to_is_told_and_the_run_goes_on(tmp_path
     (tmp_path / "scores").write_text("in the way")
     write_scores(tmp_path, 1, {"": LearnerUpdate(batch, learner.compute(batch))})
     assert "scores of step 1 cannot be written" in caplog.text
+
+
+def test_training_goes_on_while_scores_are_written_and_all_are_written_at_its_end(tmp_path, monkeypatch):
+    begun, may_write, written = threading.Event(), threading.Event(), []
+
+    def slow(folder, step, updates):
+        begun.set()
+        assert may_write.wait(20)
+        written.append(step)
+
+    monkeypatch.setattr(scores_module, "write_scores", slow)
+
+    async def main():
+        async with ScoreWriter(tmp_path) as scores:
+            await scores.write(1, {})
+            assert await asyncio.to_thread(begun.wait, 20)
+            assert written == []  # and here the next step begins
+            may_write.set()
+            await scores.write(2, {})
+            assert written[:1] == [1]
+        assert written == [1, 2]
+
+    asyncio.run(main())

@@ -10,8 +10,9 @@ from pathlib import Path
 import httpx2 as httpx
 import pytest
 from postgres_server import server_url
-from view_cases import HOSTILE, make_evaluation, make_run
+from view_cases import HOSTILE, make_evaluation, make_run, metrics
 
+from penstock.run.folder import RunFolder
 from penstock.view.app import HEADERS, make_view_app
 from penstock.view.sources import FolderSource
 
@@ -72,6 +73,14 @@ def test_curves_have_an_interval_and_go_on_from_a_step(screens):
     assert told["steps"] == [2, 3] and told["columns"]["entropy"] == [0.5, pytest.approx(1 / 3)]
     assert told["columns"]["margin"][0] == pytest.approx(1.96 * 0.5345 / 8**0.5, rel=1e-3)  # of 0, 1, 0, 1, …
     assert told["columns"]["length"] == [5.0, 5.0]
+
+
+def test_named_parts_of_the_reward_are_curves_that_begin_at_zero(tmp_path):
+    make_run(tmp_path)
+    line = {**metrics(4, []), "components/format": 0.25}
+    RunFolder(tmp_path / "run", resumed=True).add_metrics(line)
+    told = Screens(tmp_path).get("metrics", run="run")
+    assert told["steps"] == [1, 2, 3, 4] and told["columns"]["components/format"] == [0.0, 0.0, 0.0, 0.25]
 
 
 def test_a_step_opens_its_groups_with_rewards_and_advantages(screens):

@@ -15,3 +15,10 @@ def open_engine(folder: Path, *, name: str, **_: Any) -> ScriptedEngine:
         return ScriptedReply(f"{len(prompt)} tokens", stall_after=2 if stalls else None)
 
     return ScriptedEngine(reply, tokenizer, model=name)
+
+
+def open_endless(folder: Path, *, name: str, **_: Any) -> ScriptedEngine:
+    """It ends no reply by itself."""
+    tokenizer = Tokenizer.load(folder)
+    words = ScriptedReply(ids=tokenizer.encode("on and on ") * 1000, finish="length")
+    return ScriptedEngine(lambda _: words, tokenizer, model=name, context_length=2048, chunk=64)

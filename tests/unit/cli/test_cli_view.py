@@ -276,6 +276,13 @@ def test_replies_are_shown_in_the_panel_and_every_few_lines():
     assert [line.strip() for line in lines if "worst" in line] == ["worst reply, 0.000: I do not know."] * 2
 
 
+def test_a_step_line_has_the_named_parts_of_the_reward():
+    fields = trained(1, 0.5) | {"components/format": 0.2, "components/length": -0.125}
+    line = event_line("train.step", fields, followed(("run.start", start())))
+    assert line is not None
+    assert "reward 0.500  format 0.200  length -0.125  groups" in line
+
+
 def test_a_step_line_says_how_many_rollouts_failed():
     state = followed(("run.start", start()))
     line = event_line("train.step", trained(1, 1.0, ends={"completed": 16, "agent_error": 16}), state)

@@ -141,7 +141,8 @@ def test_what_cannot_be_done_is_counted_by_name():
         service_tier="auto",
     )
     counted = ("context_management", "mcp_servers", "output_config.effort", "thinking")
-    assert call.ignored == (*counted, "tool.strict", "tool_choice.disable_parallel_tool_use", "wombat")
+    assert call.strict == {TOOL["name"]}
+    assert call.ignored == (*counted, "tool_choice.disable_parallel_tool_use", "wombat")
 
 
 def test_thinking_switched_off_asks_for_nothing():
@@ -190,7 +191,9 @@ def test_a_block_that_cannot_be_read_is_refused_by_its_place(turn, param):
         ({"tool_choice": "auto"}, "tool_choice"),
         ({"tool_choice": {"type": "tool", "name": "x"}, "tools": [TOOL]}, "tool_choice"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
+        ({"output_config": {"format": {"type": "yaml"}}}, "output_config.format"),
+        ({"output_format": {"type": "json_schema", "schema": 3}}, "output_format.schema"),
         ({"compaction": {"type": "summarize"}}, "compaction"),
         ({"n": 2}, "n"),
         ({"frequency_penalty": 0.5}, "frequency_penalty"),

@@ -93,8 +93,8 @@ WRONG = [
     ({"background": True}, "background"),
     ({"conversation": "conv_1"}, "conversation"),
     ({"prompt": {"id": "pmpt_1"}}, "prompt"),
-    ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}}, "text.format"),
-    ({"text": {"format": {"type": "json_object"}}}, "text.format"),
+    ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+    ({"text": {"format": {"type": "lark"}}}, "text.format"),
     ({"text": "plain"}, "text"),
     ({"include": "everything"}, "include"),
     ({"top_logprobs": 3}, "top_logprobs"),
@@ -133,9 +133,10 @@ def test_what_is_not_done_is_listed():
     call = ask(**asked)
     assert set(call.ignored) == {
         *("reasoning.effort", "reasoning.summary", "include:reasoning.encrypted_content", "text.verbosity", "truncation"),
-        *("parallel_tool_calls", "tools.strict", "tool:web_search", "tools.format", "personality"),
+        *("parallel_tool_calls", "tool:web_search", "tools.format", "personality"),
     }
     assert call.logprobs
+    assert call.strict == {FUNCTION["name"]}
 
 
 def test_labels_and_what_changes_nothing_pass():

@@ -128,6 +128,73 @@ def test_groups_open_no_further_ahead_than_staleness_allows(staleness, ahead):
     asyncio.run(main())
 
 
+class GatheringPool(MemoryPool):
+    """Opens groups only once `wanted` of them are waiting: one commit for all."""
+
+    def __init__(self, wanted):
+        super().__init__(Path())
+        self.wanted, self.waiting, self.all_here = wanted, [], asyncio.Event()
+
+    async def open_group(self, task, rollouts, *, seq, **options):
+        self.waiting.append(seq)
+        if len(self.waiting) == self.wanted:
+            self.all_here.set()
+        await self.all_here.wait()
+        await super().open_group(task, rollouts, seq=seq, **options)
+
+
+def test_groups_that_can_run_at_once_are_opened_together():
+    async def main():
+        pool = GatheringPool(3)
+        runner = FakeRunner(pool, asyncio.Event())
+        async with at_work(scheduler(pool, runner, groups_per_step=4, concurrency=7)):
+            await runner.until(lambda: len(runner.started) == 7)
+            await idle()
+            assert pool.waiting == [0, 1, 2, 3]  # the fourth by itself, as the first of its rollouts found a slot
+            assert [(rollout.group_id, rollout.place) for rollout in runner.started[:3]] == [
+                ("train-0", 0),
+                ("train-0", 1),
+                ("train-1", 0),
+            ]
+
+    asyncio.run(main())
+
+
+def test_groups_are_opened_one_by_one_where_the_number_of_waiting_ones_is_limited():
+    async def main():
+        pool = GatheringPool(1)
+        runner = FakeRunner(pool, asyncio.Event())
+        async with at_work(scheduler(pool, runner, groups_per_step=4, concurrency=4, max_waiting=8)):
+            await runner.until(lambda: len(runner.started) == 4)
+            await idle()
+            assert pool.waiting == [0, 1, 2]
+
+    asyncio.run(main())
+
+
+def test_a_step_opens_its_groups_without_asking_for_statistics():
+    class CountingPool(MemoryPool):
+        asked = 0
+
+        async def stats(self, channel=None):
+            self.asked += 1
+            return await super().stats(channel)
+
+    async def main():
+        pool = CountingPool(Path())
+        runner = FakeRunner(pool)
+        made = scheduler(pool, runner)
+        async with at_work(made):
+            await runner.until(lambda: len(runner.started) == 4)
+            await idle()
+            asked = pool.asked
+            made.advance(1)
+            await runner.until(lambda: len(runner.started) == 8)
+            assert pool.asked == asked
+
+    asyncio.run(main())
+
+
 def test_run_returns_after_the_last_step_and_opens_no_group_beyond_it():
     async def main():
         pool = new_pool()

@@ -28,6 +28,21 @@ def samples(*names):
     return {name: RolloutSample(id=name, messages=[]) for name in names}
 
 
+@pytest.mark.parametrize("name", ["", "a" * 65, "two\nlines", 7, None])
+def test_a_part_of_the_reward_needs_a_name_that_can_head_a_curve(name):
+    with pytest.raises(ValueError, match=r"ctx\.add_reward: .* is no name; give 1 to 64 printable characters"):
+        GraderContext().add_reward(name, 0.5)
+
+
+def test_too_many_parts_of_a_reward_are_refused():
+    ctx = GraderContext()
+    for number in range(32):
+        ctx.add_reward(f"part {number}", 0.1)
+    ctx.add_reward("part 0", 0.1)
+    with pytest.raises(ValueError, match=r"'task 33' is one name too many \(at most 32\)"):
+        ctx.add_reward("task 33", 0.1)
+
+
 def test_contexts_nest_and_the_outer_one_comes_back():
     with context("outer") as outer:
         with context("inner") as inner:

@@ -1,11 +1,53 @@
 import math
+from typing import Any
 
 import pytest
 
-from penstock.records import Attempt, End, Grade, Group, Task, make_rollout
+from penstock.config import TrainSection
+from penstock.errors import ConfigError, TrainError
+from penstock.records import Attempt, End, Grade, Group, Sampling, Step, Task, make_rollout
 from penstock.train.advantages import ADVANTAGES, DIVISORS
+from penstock.train.advantages.base import SequenceTokens, credit_by_step, level_of, over_batch
 from penstock.train.advantages.dr_grpo import dr_grpo
+from penstock.train.advantages.gae import GaeSettings, gae
 from penstock.train.advantages.grpo import grpo
+from penstock.train.advantages.maxrl import maxrl
+from penstock.train.advantages.opo import opo
+from penstock.train.advantages.pass_at_k import PassAtKSettings, pass_at_k
+from penstock.train.advantages.reinforce_pp import ReinforcePlusPlusSettings, reinforce_pp
+from penstock.train.advantages.rewards_to_go import RewardsToGoSettings, rewards_to_go
+from penstock.train.advantages.rloo import rloo
+from penstock.train.advantages.transcript_grpo import TranscriptGrpoSettings, transcript_grpo
+from penstock.train.advantages.turn_grpo import TurnGrpoSettings, turn_grpo
+from penstock.train.algorithm import credit_of, load_advantage, settings_of
+
+OF_REWARDS = [name for name in ADVANTAGES if name != "gae"]
+
+
+def step(index: int, transcript: str = "main", tokens: int = 1) -> Step:
+    return Step(
+        rollout_id="r",
+        index=index,
+        node=index,
+        transcript=transcript,
+        completion_ids=(1,) * tokens,
+        logprobs=(-1.0,) * tokens,
+        versions=(0,) * tokens,
+        sampling=Sampling(),
+        finish="stop",
+        message={"role": "assistant", "content": ""},
+        chain="",
+    )
+
+
+def graded(place: int, *grades: dict[str, Any], steps: tuple[Step, ...] = (step(0),)) -> Attempt:
+    rollout = make_rollout("train-0", "t", place)
+    made = tuple(Grade(rollout_id=rollout.id, source="test", **grade) for grade in grades)
+    return Attempt(rollout=rollout, end=End.COMPLETED, grades=made, steps=steps)
+
+
+def group_of(*attempts: Attempt) -> Group:
+    return Group(id="train-0", seq=0, task=Task(id="t", prompt=()), channel="train", attempts=attempts)
 
 
 def group(*rewards: float | None) -> Group:
@@ -15,8 +57,14 @@ def group(*rewards: float | None) -> Group:
         rollout = make_rollout("train-0", "t", place)
         grades = () if reward is None else (Grade(rollout_id=rollout.id, reward=reward, source="test"),)
         end = End.AGENT_ERROR if reward is None else End.COMPLETED
-        attempts.append(Attempt(rollout=rollout, end=end, grades=grades))
-    return Group(id="train-0", seq=0, task=Task(id="t", prompt=()), channel="train", attempts=tuple(attempts))
+        attempts.append(Attempt(rollout=rollout, end=end, grades=grades, steps=(step(0),)))
+    return group_of(*attempts)
+
+
+def numbers(name: str, given: Group) -> list[float]:
+    """The credit of each rollout's only step."""
+    [credit] = credit_of(load_advantage(TrainSection(advantage=name)), [given])
+    return [credit_by_step(attempt, each)[0] for attempt, each in zip(given.graded, credit, strict=True)]
 
 
 def test_grpo_divides_by_the_population_deviation():
@@ -29,16 +77,108 @@ def test_dr_grpo_only_takes_the_mean_away():
     assert dr_grpo(group(0, 0, 0, 1)) == [-0.25, -0.25, -0.25, 0.75]
 
 
-@pytest.mark.parametrize("name", list(ADVANTAGES))
+def test_rloo_compares_with_the_mean_of_the_others():
+    # the others of the 1 have mean 0; those of a 0 have mean 1/3
+    assert rloo(group(0, 0, 0, 1)) == pytest.approx([-1 / 3] * 3 + [1.0])
+
+
+def test_opo_weighs_the_baseline_by_length():
+    # a success of 6 tokens and a failure of 2: baseline 6 * 1 / 8
+    long, short = graded(0, {"reward": 1.0}, steps=(step(0, tokens=6),)), graded(1, {"reward": 0.0}, steps=(step(0, tokens=2),))
+    assert opo(group_of(long, short)) == pytest.approx([0.25, -0.75])
+
+
+def test_maxrl_divides_by_the_mean():
+    assert maxrl(group(0, 0, 0, 1)) == pytest.approx([-1.0, -1.0, -1.0, 3.0])
+    assert maxrl(group(-1, 0)) == [0.0, 0.0]  # no success to make likelier
+
+
+def test_pass_at_k_is_the_mean_over_all_subsets():
+    # 4 attempts, 1 passes, k = 2: 3 of 6 pairs have it, so mean 1/2, deviation 1/2. Of the 3 pairs of a failure, 1 has it.
+    assert pass_at_k(group(0, 0, 0, 1), PassAtKSettings(k=2)) == pytest.approx([(1 / 3 - 1 / 2) / 0.5] * 3 + [1.0])
+
+
+def test_pass_at_k_teaches_nothing_once_every_subset_passes():
+    assert pass_at_k(group(0, 1, 1, 1), PassAtKSettings(k=2)) == [0.0] * 4
+    assert pass_at_k(group(0, 1), PassAtKSettings(k=1)) == pytest.approx([-1.0, 1.0])  # k = 1 is GRPO
+
+
+def test_reinforce_pp_standardises_over_the_batch():
+    # rewards 0, 2, 4, 6: mean 3, variance (9 + 1 + 1 + 9) / 4 = 5
+    made = reinforce_pp([group(0, 2), group(4, 6)], ReinforcePlusPlusSettings())
+    assert [*made[0], *made[1]] == pytest.approx([value / math.sqrt(5) for value in (-3, -1, 1, 3)], rel=1e-5)
+
+
+def test_reinforce_pp_can_take_the_mean_of_the_group_away_first():
+    made = reinforce_pp([group(0, 2), group(4, 10)], ReinforcePlusPlusSettings(group_baseline=True))
+    # deviations -1, 1, -3, 3: mean 0, variance 20 / 4
+    assert [*made[0], *made[1]] == pytest.approx([value / math.sqrt(5) for value in (-1, 1, -3, 3)], rel=1e-5)
+
+
+def test_rewards_to_go_discounts_by_turns_and_counts_the_outcome_at_the_last():
+    # step grades 1, 0 and outcome 4 at discount 1/2: last 0 + 4, first 1 + 4 / 2
+    steps = (step(0), step(1))
+    only = graded(0, {"reward": 4.0}, {"reward": 1.0, "step": 0}, {"reward": 0.0, "step": 1}, steps=steps)
+    settings = RewardsToGoSettings(discount=0.5, baseline="none")
+    assert rewards_to_go(group_of(only), settings) == [{0: 3.0, 1: 4.0}]
+
+
+def test_rewards_to_go_compares_steps_of_the_same_turn():
+    steps = (step(0), step(1))
+    a = graded(0, {"reward": 1.0, "step": 0}, {"reward": 1.0, "step": 1}, steps=steps)
+    b = graded(1, {"reward": 0.0, "step": 0}, {"reward": 1.0, "step": 1}, steps=steps)
+    assert rewards_to_go(group_of(a, b), RewardsToGoSettings()) == [{0: 0.5, 1: 0.0}, {0: -0.5, 1: 0.0}]
+    # all four returns 2, 1, 1, 1 have mean 5/4
+    assert rewards_to_go(group_of(a, b), RewardsToGoSettings(baseline="group")) == [{0: 0.75, 1: -0.25}, {0: -0.25, 1: -0.25}]
+
+
+def test_turn_grpo_gives_a_step_its_own_part_and_the_outcome_to_all():
+    steps = (step(0), step(1))
+    a = graded(0, {"reward": 1.0}, {"reward": 0.0, "step": 0}, steps=steps)
+    b = graded(1, {"reward": 0.0}, {"reward": 2.0, "step": 0}, steps=steps)
+    made = turn_grpo(group_of(a, b), TurnGrpoSettings(outcome_weight=0.5))
+    # standardised pairs are -1 and 1: outcome 0.5 * (1, -1) for both steps, turn 0 has (-1, 1) beside it
+    assert made[0] == pytest.approx({0: 0.5 - 1.0, 1: 0.5}, rel=1e-5) and made[1] == pytest.approx(
+        {0: -0.5 + 1.0, 1: -0.5}, rel=1e-5
+    )
+
+
+def test_transcript_grpo_compares_each_role_with_itself():
+    steps = (step(0, "planner"), step(1, "executor"))
+    a = graded(0, {"reward": 1.0, "transcript": "planner"}, {"reward": 5.0, "transcript": "executor"}, steps=steps)
+    b = graded(1, {"reward": 0.0, "transcript": "planner"}, {"reward": 9.0, "transcript": "executor"}, steps=steps)
+    made = transcript_grpo(group_of(a, b), TranscriptGrpoSettings(scaled=False))
+    assert made == [{"planner": 0.5, "executor": -2.0}, {"planner": -0.5, "executor": 2.0}]
+
+
+def test_gae_worked_by_hand():
+    tokens = SequenceTokens("r", [0, 0, 0], [0.0, 0.0, 1.0], [-1.0] * 3, [0.5, 0.2, 0.4], [])
+    settings = GaeSettings(discount=0.9, trace=0.5, normalise=False)
+    # differences: 0.9 * 0.2 - 0.5 = -0.32; 0.9 * 0.4 - 0.2 = 0.16; 1 - 0.4 = 0.6; each earlier worth 0.45
+    last, middle = 0.6, 0.16 + 0.45 * 0.6
+    assert gae([tokens], settings) == [pytest.approx([-0.32 + 0.45 * middle, middle, last])]
+
+
+def test_gae_with_a_full_trace_is_the_return_less_the_value():
+    tokens = SequenceTokens("r", [0] * 3, [1.0, 0.0, 2.0], [-1.0] * 3, [0.5, 0.2, 0.4], [])
+    assert gae([tokens], GaeSettings(trace=1.0, normalise=False)) == [pytest.approx([3 - 0.5, 2 - 0.2, 2 - 0.4])]
+
+
+@pytest.mark.parametrize("name", OF_REWARDS)
 @pytest.mark.parametrize("rewards", [(), (1.0,), (0.1, 0.1, 0.1), (0.7,) * 7])
 def test_equal_rewards_give_exact_zeros(name: str, rewards: tuple[float, ...]):
-    assert ADVANTAGES.load(name)(group(*rewards)) == [0.0] * len(rewards)
+    assert numbers(name, group(*rewards)) == [0.0] * len(rewards)
 
 
-@pytest.mark.parametrize("name", list(ADVANTAGES))
+@pytest.mark.parametrize("name", OF_REWARDS)
 def test_ungraded_rollouts_have_no_advantage_and_no_part_in_the_mean(name: str):
-    advantage = ADVANTAGES.load(name)
-    assert advantage(group(None, 0.0, None, 1.0)) == advantage(group(0.0, 1.0))
+    assert numbers(name, group(None, 0.0, None, 1.0)) == numbers(name, group(0.0, 1.0))
+
+
+@pytest.mark.parametrize("name", OF_REWARDS)
+def test_the_better_rollout_gets_more(name: str):
+    *worse, better = numbers(name, group(0.0, 0.0, 0.0, 0.0, 0.0, 1.0))
+    assert max(worse) < better
 
 
 def test_a_tiny_spread_stays_finite():
@@ -47,3 +187,46 @@ def test_a_tiny_spread_stays_finite():
 
 def test_divisors_belong_to_known_advantages():
     assert set(DIVISORS) <= set(ADVANTAGES)
+
+
+def test_credit_for_what_a_rollout_has_not_is_refused():
+    only = graded(0, {"reward": 1.0})
+    with pytest.raises(TrainError, match="credit for 'judge', which is no step or transcript of it"):
+        credit_by_step(only, {"judge": 1.0})
+    with pytest.raises(TrainError, match="credit for 3"):
+        credit_by_step(only, {3: 1.0})
+
+
+def test_an_unknown_setting_is_refused_with_the_nearest():
+    with pytest.raises(ConfigError, match=r"\[train.advantage_settings\] of 'rewards_to_go'.*'discont'.*discount"):
+        load_advantage(TrainSection(advantage="rewards_to_go", advantage_settings={"discont": 0.5}))
+
+
+def test_settings_of_an_advantage_without_any_are_refused():
+    with pytest.raises(ConfigError, match="'grpo' has no settings of its own; leave the table out"):
+        load_advantage(TrainSection(advantage="grpo", advantage_settings={"scale": 1}))
+
+
+def plain(group: Group) -> list[float]:
+    """As a plug-in of before settings and levels."""
+    return [1.0 for _ in group.graded]
+
+
+@over_batch
+def counted(groups: list[Group]) -> list[list[float]]:
+    return [[float(len(groups))] * len(group.graded) for group in groups]
+
+
+def test_plug_ins_are_functions_of_a_group_or_of_a_batch():
+    both = [group(0.0, 1.0), group(1.0)]
+    old, new = (load_advantage(TrainSection(advantage=f"{__name__}:{name}")) for name in ("plain", "counted"))
+    assert credit_of(old, both) == [[1.0, 1.0], [1.0]] and credit_of(new, both) == [[2.0, 2.0], [2.0]]
+
+
+@pytest.mark.parametrize("name", list(ADVANTAGES))
+def test_every_advantage_names_its_paper_and_describes_its_settings(name: str):
+    function = ADVANTAGES.load(name)
+    module = __import__(function.__module__, fromlist=["x"])
+    assert "arXiv" in (module.__doc__ or "") or "Williams" in (module.__doc__ or "")
+    assert level_of(function) in ("group", "batch", "token")
+    assert all(field.default is not None for field in (settings_of(function) or TrainSection).model_fields.values())

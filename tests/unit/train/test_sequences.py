@@ -6,7 +6,7 @@ import pytest
 from penstock.codec import context_digest
 from penstock.errors import TrainError
 from penstock.records import Attempt, End, Grade, Group, Mark, Node, Sampling, Step, Task, make_rollout
-from penstock.train.sequences import breaks, exactness, sequences
+from penstock.train.sequences import behaviour_unknown_tokens, breaks, exactness, sequences
 
 NAN = math.nan
 
@@ -111,6 +111,7 @@ def test_a_divisor_replaces_the_rollouts_own_token_count():
         ({"logprobs": (0.5,)}, "bad_logprob"),
         ({"completion_ids": (-1,)}, "bad_token"),
         ({"node": 9}, "context_missing"),
+        ({"behaviour_known": False}, "behaviour_unknown"),
     ],
 )
 def test_a_step_that_cannot_be_trained_is_masked_and_counted(changes: dict[str, object], reason: str):
@@ -118,6 +119,14 @@ def test_a_step_that_cannot_be_trained_is_masked_and_counted(changes: dict[str, 
     assert result.counts[f"masked.{reason}"] == 1
     assert [sequence.token_ids for sequence in result.sequences] == [(1, 2, 3, 4)]
     assert result.counts["tokens"] == 2 and result.sequences[0].weight == 1 / 2
+
+
+def test_a_reply_of_unknown_behaviour_is_trained_where_the_learner_may_put_in_its_own():
+    result = sequences(group(two_turns(behaviour_known=False)), [1.0], recompute=True)
+    (only,) = result.sequences
+    assert only.logprobs[:-1] == (0.0, 0.0, -0.5, -0.5, 0.0, 0.0) and only.logprobs[-1] == math.inf and only.trained[-1]
+    assert (result.counts["tokens"], result.counts["recomputed_tokens"]) == (3, 1)
+    assert behaviour_unknown_tokens(two_turns(behaviour_known=False), two_turns()) == 1
 
 
 def test_a_masked_reply_is_still_context_of_what_follows():
@@ -292,3 +301,32 @@ def test_with_a_second_reply_at_every_turn_each_is_trained_once_after_all_that_c
         (-1, -1, -1, -1, -1, -1, -1, 3),
     ]
     assert all(sequence.trained == tuple(version >= 0 for version in sequence.versions) for sequence in made)
+
+
+def test_credit_by_step_reaches_the_tokens_of_that_step_alone():
+    (only,) = sequences(group(two_turns()), [{1: 3.0}]).sequences
+    assert only.token_ids == (1, 2, 3, 4, 5, 6, 7)
+    assert only.advantages == (0, 0, 0, 0, 0, 0, 3.0)
+    assert [at for at, trained in enumerate(only.trained) if trained] == [6]
+    assert only.steps == (-1, -1, -1, -1, -1, -1, 1)
+    assert only.weight == pytest.approx(1 / 3)  # the tokens without credit count in the mean: one step weighs no more for them
+
+
+def test_credit_by_transcript_reaches_all_steps_of_it():
+    made = two_turns(transcript="other")
+    (only,) = sequences(group(made), [{"main": 1.0, "other": -2.0}]).sequences
+    assert only.advantages == (0, 0, 1.0, 1.0, 0, 0, -2.0) and only.steps == (-1, -1, 0, 0, -1, -1, 1)
+
+
+def test_steps_without_credit_are_counted():
+    result = sequences(group(two_turns()), [{0: 1.0}])
+    assert result.counts["masked.zero_advantage"] == 1 and result.counts["tokens"] == 2
+
+
+def test_a_group_without_any_step_credit_is_one_of_equal_reward():
+    assert sequences(group(two_turns()), [{0: 0.0}]).counts["groups_equal"] == 1
+
+
+def test_tokens_whose_credit_comes_later_are_kept():
+    (only,) = sequences(group(two_turns()), [0.0], without_credit=True).sequences
+    assert sum(only.trained) == 3 and not any(only.advantages)

@@ -20,14 +20,13 @@ from penstock.engines.servers.base import (
     RemoteModel,
     RemoteSection,
     ReplyReader,
-    is_plain,
     log,
     open_remote,
 )
 from penstock.engines.servers.model_files import ModelContents, PublishedWeights, check_same_shape, read_vocabulary
 from penstock.engines.servers.pauses import Recovery, RecoverySteps, ServerCall
 from penstock.engines.servers.transfer import WeightSender, exchange
-from penstock.errors import ConfigError, EngineError
+from penstock.errors import ConfigError, EngineRefused
 from penstock.http.client import HttpClient, UpstreamError
 from penstock.records import Sampling
 from penstock.system.async_tools import finish_shielded
@@ -171,16 +170,11 @@ class VllmEngine(RemoteEngine):
         return request_body(self._served.model, prompt, sampling)
 
     def reader(self, prompt: list[int], sampling: Sampling, server: EngineServer) -> VllmReader:
-        return VllmReader(prompt, sampling, version=server.version)
+        return VllmReader(prompt, sampling, version=server.version, behaviour_known=self.behaviour_known(sampling))
 
     def check_sampling(self, sampling: Sampling) -> None:
         if 0.0 < sampling.temperature < MIN_TEMPERATURE:
-            raise EngineError(f"temperature = {sampling.temperature}: vLLM takes 0 (greedy) or at least {MIN_TEMPERATURE}")
-        if not (self._served.processed or sampling.temperature == 0.0 or is_plain(sampling)):
-            raise EngineError(
-                "the vLLM server cannot say with which probability a tempered or truncated token was drawn; "
-                "start it with --logprobs-mode processed_logprobs, or sample at temperature 1 without top_p, top_k and min_p"
-            )
+            raise EngineRefused(f"temperature = {sampling.temperature}: vLLM takes 0 (greedy) or at least {MIN_TEMPERATURE}")
 
     def with_adapter(self, body: dict[str, Any], name: str) -> dict[str, Any]:
         return body | {"model": name}

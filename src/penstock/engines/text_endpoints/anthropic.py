@@ -9,9 +9,11 @@ import orjson
 from penstock.engines.text_endpoints.base import TextReplyReader, TextRequest
 from penstock.engines.text_endpoints.http import HttpTextEndpoint, TextEndpointSection
 from penstock.errors import RequestError
-from penstock.records import Message, Sampling
+from penstock.records import NO_LIMIT, Message, Sampling
 
 API_VERSION = "2023-06-01"
+DEFAULT_MAX_TOKENS = 8192
+"""The API requires a limit; every model of the vendor's last years takes this one."""
 
 
 class AnthropicSection(TextEndpointSection):
@@ -38,7 +40,10 @@ class AnthropicEndpoint(HttpTextEndpoint):
     def body(self, request: TextRequest) -> dict[str, Any]:
         body = {"model": self.model, "stream": True, **_conversation(request.messages), **_sampling_fields(request.sampling)}
         if request.tools:
-            body |= {"tools": [_tool(tool["function"]) for tool in request.tools], "tool_choice": _tool_choice(request)}
+            tools = [_tool(tool["function"], strict=tool["function"]["name"] in request.strict) for tool in request.tools]
+            body |= {"tools": tools, "tool_choice": _tool_choice(request)}
+        if request.format is not None:
+            body["output_config"] = {"format": {"type": "json_schema", "schema": request.format.schema or {"type": "object"}}}
         return body
 
     def reader(self) -> "AnthropicReader":
@@ -61,7 +66,8 @@ def _sampling_fields(sampling: Sampling) -> dict[str, Any]:
     fields: dict[str, Any] = {name: value for name, value in values.items() if value != getattr(neutral, name)}
     if sampling.stop:
         fields["stop_sequences"] = list(sampling.stop)
-    return {"max_tokens": sampling.max_tokens, **fields}
+    limit = DEFAULT_MAX_TOKENS if sampling.max_tokens == NO_LIMIT else sampling.max_tokens
+    return {"max_tokens": limit, **fields}
 
 
 def _conversation(messages: Sequence[Message]) -> dict[str, Any]:
@@ -103,12 +109,13 @@ def _input(function: dict[str, Any]) -> dict[str, Any]:
     return arguments if isinstance(arguments, dict) else {"value": arguments}  # pyright: ignore[reportUnknownVariableType]
 
 
-def _tool(function: dict[str, Any]) -> dict[str, Any]:
+def _tool(function: dict[str, Any], *, strict: bool = False) -> dict[str, Any]:
     description = {"description": function["description"]} if function.get("description") else {}
     return {
         "name": function["name"],
         **description,
         "input_schema": function.get("parameters") or {"type": "object", "properties": {}},
+        **({"strict": True} if strict else {}),
     }
 
 

@@ -11,7 +11,7 @@ import orjson
 from penstock.engines.base import SampledChunk
 from penstock.errors import EngineError
 from penstock.http.client import UpstreamError
-from penstock.records import Finish, Message, Sampling, Usage
+from penstock.records import Finish, Message, ReplyFormat, Sampling, Usage
 
 FINISH_REASONS: dict[str, Finish] = {
     "stop": "stop",
@@ -41,6 +41,10 @@ class TextRequest:
     """Whether the reply may call a tool."""
     forced: str | None = None
     """The tool that the reply must call; empty for any tool; None if none is forced."""
+    strict: frozenset[str] = frozenset()
+    """The tools whose calls must follow their schemas."""
+    format: ReplyFormat | None = None
+    """The JSON that the reply must be; None if it may be any text."""
 
 
 class TextPart(NamedTuple):

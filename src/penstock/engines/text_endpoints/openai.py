@@ -9,7 +9,7 @@ import orjson
 
 from penstock.engines.text_endpoints.base import TextReplyReader, TextRequest
 from penstock.engines.text_endpoints.http import HttpTextEndpoint, TextEndpointSection
-from penstock.records import Message, Sampling
+from penstock.records import NO_LIMIT, Message, ReplyFormat, Sampling
 
 
 class OpenAISection(TextEndpointSection):
@@ -57,16 +57,32 @@ def open_engine(
 def chat_request(request: TextRequest, *, limit: str) -> dict[str, Any]:
     """The messages, tools and sampling settings. Defaults are not sent: some models refuse even those."""
     sampling, neutral = request.sampling, Sampling()
-    body: dict[str, Any] = {"messages": [_message(message) for message in request.messages], limit: sampling.max_tokens}
+    body: dict[str, Any] = {"messages": [_message(message) for message in request.messages]}
+    if sampling.max_tokens != NO_LIMIT:
+        body[limit] = sampling.max_tokens
     for name in ("temperature", "top_p", "top_k", "min_p", "seed"):
         if getattr(sampling, name) != getattr(neutral, name):
             body[name] = getattr(sampling, name)
     if sampling.stop:
         body["stop"] = list(sampling.stop)
     if request.tools:
-        body["tools"] = list(request.tools)
+        body["tools"] = [_tool(tool, request.strict) for tool in request.tools]
         body["tool_choice"] = _tool_choice(request)
+    if request.format is not None:
+        body["response_format"] = _response_format(request.format)
     return body
+
+
+def _tool(tool: dict[str, Any], strict: frozenset[str]) -> dict[str, Any]:
+    function = tool["function"]
+    return {**tool, "function": {**function, "strict": True}} if function["name"] in strict else tool
+
+
+def _response_format(form: ReplyFormat) -> dict[str, Any]:
+    if form.schema is None:
+        return {"type": "json_object"}
+    described = {"description": form.description} if form.description else {}
+    return {"type": "json_schema", "json_schema": {"name": form.name, **described, "schema": form.schema, "strict": form.strict}}
 
 
 def _tool_choice(request: TextRequest) -> Any:

@@ -16,7 +16,7 @@ from penstock.records import Sampling, Step
 
 HONOURED = frozenset(
     {"model", "messages", "tools", "tool_choice", "n", "stream", "stream_options", "logprobs", "return_token_ids"}
-    | {"max_tokens", "max_completion_tokens"}
+    | {"max_tokens", "max_completion_tokens", "response_format"}
     | SAMPLING_FIELDS
 )
 LABELS = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"})
@@ -28,7 +28,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (1,),
     "logit_bias": ({},),
     "top_logprobs": (0,),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "parallel_tool_calls": (True,),
     "ignore_eos": (False,),
@@ -82,6 +81,8 @@ class ChatDialect:
             tools=tools,
             reads_calls=bool(tools) and body.get("tool_choice") != "none",
             forced=fields.forced_tool(body.get("tool_choice"), tools),
+            strict=fields.strict_tools(tools),
+            format=fields.reply_format(body.get("response_format"), "response_format"),
             choices=fields.integer(body, "n", 1, low=1, high=fields.MAX_CHOICES),
             stream=fields.flag(body, "stream"),
             usage_in_stream=fields.flag(options, "include_usage"),

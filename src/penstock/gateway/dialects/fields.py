@@ -8,7 +8,7 @@ from penstock.chat.templates import Tool, flatten
 from penstock.errors import RequestError
 from penstock.gateway.last_request import LastRequest
 from penstock.http.asgi import JsonBudget
-from penstock.records import Message, Sampling
+from penstock.records import Message, ReplyFormat, Sampling
 
 MAX_ENTRIES, MAX_TOOLS = 10_000, 2000
 """Messages, items or content blocks, and tools or calls, in one list."""
@@ -104,6 +104,33 @@ def forced_tool(value: Any, tools: tuple[Tool, ...], name: str = "tool_choice") 
     if not isinstance(wanted, str) or (wanted and wanted not in known) or not known:
         raise invalid(name, f"must be 'auto', 'none', 'required' or one of the tools given, not {preview(value)}")
     return wanted
+
+
+def reply_format(value: Any, name: str) -> ReplyFormat | None:
+    """The JSON that the reply must be; None for text. A schema stands beside `type`, or in an object as in the chat dialect."""
+    given = as_object({"type": "text"} if value is None else value) or {}
+    kind = given.get("type")
+    if kind not in ("text", "json_object", "json_schema"):
+        raise invalid(name, f"must be of type text, json_object or json_schema, not {preview(value)}")
+    if kind == "text":
+        return None
+    details = nested(given, "json_schema", f"{name}.json_schema") or given
+    schema = as_object(details.get("schema"))
+    if schema is None and (kind == "json_schema" or details.get("schema") is not None):
+        raise invalid(f"{name}.schema", "must be a JSON schema")
+    JsonBudget(MAX_VALUES).spend(schema, f"{name}.schema")
+    label, about = details.get("name"), details.get("description")
+    return ReplyFormat(
+        schema=schema,
+        name=label if isinstance(label, str) and label else "reply",
+        description=about if isinstance(about, str) else "",
+        strict=flag(details, "strict"),
+    )
+
+
+def strict_tools(tools: tuple[Tool, ...]) -> frozenset[str]:
+    """The names of the tools with `strict`."""
+    return frozenset(tool["function"]["name"] for tool in tools if tool["function"].get("strict") is True)
 
 
 def nested(body: dict[str, Any], name: str, full_name: str = "") -> dict[str, Any]:

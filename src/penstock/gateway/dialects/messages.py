@@ -14,13 +14,13 @@ from penstock.errors import RequestError
 from penstock.gateway.call import ConversationHistory, ModelCall
 from penstock.gateway.dialects import fields
 from penstock.gateway.dialects.base import DialectTokenizer, ModelAnswer, UnsentTokens
-from penstock.gateway.dialects.fields import SAMPLING_FIELDS, read_sampling, refuse_unsupported, unsupported
+from penstock.gateway.dialects.fields import SAMPLING_FIELDS, read_sampling, refuse_unsupported
 from penstock.gateway.reply import CallDelta, Delta, deltas_of
 from penstock.http.asgi import JsonBudget
 from penstock.records import Message, Sampling, Step
 
 HONOURED = frozenset(
-    {"model", "messages", "system", "tools", "tool_choice", "stream", "thread", "thinking", "output_config"}
+    {"model", "messages", "system", "tools", "tool_choice", "stream", "thread", "thinking", "output_config", "output_format"}
     | {"max_tokens", "stop_sequences", *SAMPLING_FIELDS - {"stop"}}
 )
 LABELS = frozenset(
@@ -34,11 +34,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "repetition_penalty": (1,),
     "logit_bias": ({},),
-    "output_format": (),
     "compaction": (),
 }
 """Fields that are not supported, with the values that have no effect and are accepted."""
-IGNORED_TOOL_OPTIONS = ("strict", "defer_loading", "input_examples", "allowed_callers")
+IGNORED_TOOL_OPTIONS = ("defer_loading", "input_examples", "allowed_callers")
 """Tool options that are not supported: the tool is offered without them."""
 ERROR_TYPES = {
     401: "authentication_error",
@@ -86,6 +85,8 @@ class MessagesDialect:
             tools=tools,
             reads_calls=bool(tools) and choice.get("type") != "none",
             forced=_forced(choice, tools),
+            strict=_strict(body.get("tools")),
+            **_format(body),
             stream=fields.flag(body, "stream"),
             ignored=tuple(sorted({*_ignored(body, choice), *spoken.ignored})),
         )
@@ -208,15 +209,26 @@ def _forced(choice: dict[str, Any], tools: tuple[Tool, ...]) -> str | None:
     return wanted
 
 
+def _strict(tools: Any) -> frozenset[str]:
+    """Return the names of the tools whose calls must follow their schemas."""
+    given = [fields.as_object(tool) or {} for tool in fields.as_list(tools) or ()]
+    return frozenset(tool["name"] for tool in given if tool.get("strict") is True and isinstance(tool.get("name"), str))
+
+
+def _format(body: dict[str, Any]) -> dict[str, Any]:
+    """Return the reply's format and where it was given: `output_config.format`, or `output_format` of older clients."""
+    field = "output_config.format" if body.get("output_format") is None else "output_format"
+    value = fields.nested(body, "output_config").get("format") if body.get("output_format") is None else body["output_format"]
+    return {"format": fields.reply_format(value, field), "format_field": field}
+
+
 def _ignored(body: dict[str, Any], choice: dict[str, Any]) -> set[str]:
     """Return the names of requested features that are not supported. Null and empty fields do not count."""
     names = {name for name in body.keys() - HONOURED - LABELS - NEUTRAL.keys() if body[name] not in (None, [], {})}
     thinking, output = fields.as_object(body.get("thinking")) or {}, fields.as_object(body.get("output_config")) or {}
-    if output.get("format") is not None:
-        raise unsupported("output_config.format", output["format"])
     if thinking.get("type", "disabled") != "disabled":
         names.add("thinking")
-    names |= {f"output_config.{name}" for name, value in output.items() if value is not None}
+    names |= {f"output_config.{name}" for name, value in output.items() if name != "format" and value is not None}
     if fields.flag(choice, "disable_parallel_tool_use"):
         names.add("tool_choice.disable_parallel_tool_use")
     for tool in fields.as_list(body.get("tools")) or ():

@@ -16,7 +16,7 @@ from penstock.gateway.call import ConversationHistory, ModelCall
 from penstock.gateway.dialects import fields
 from penstock.gateway.dialects.base import DialectTokenizer, ModelAnswer, UnsentTokens
 from penstock.gateway.dialects.chat import error_body, logprobs
-from penstock.gateway.dialects.fields import SAMPLING_FIELDS, read_sampling, refuse_unsupported, unsupported
+from penstock.gateway.dialects.fields import SAMPLING_FIELDS, read_sampling, refuse_unsupported
 from penstock.gateway.reply import CallDelta, Delta
 from penstock.http.asgi import JsonBudget
 from penstock.records import Finish, Message, Sampling, Step
@@ -81,7 +81,6 @@ class ResponsesDialect:
 
     def parse(self, body: dict[str, Any], defaults: Sampling, history: ConversationHistory) -> ModelCall:
         refuse_unsupported(body, NEUTRAL)
-        _check_format(body)
         tools = history.last_request.tools(body.get("tools"), offered_tools)
         model = body.get("model", "")
         return ModelCall(
@@ -91,6 +90,9 @@ class ResponsesDialect:
             tools=tools,
             reads_calls=bool(tools) and body.get("tool_choice") != "none",
             forced=_forced(body.get("tool_choice"), tools),
+            strict=_strict(body.get("tools")),
+            format=fields.reply_format(fields.nested(body, "text").get("format"), "text.format"),
+            format_field="text.format",
             stream=fields.flag(body, "stream"),
             logprobs=LOGPROBS in _included(body),
             echo=tuple((name, body[name] if body.get(name) is not None else other) for name, other in ECHOED.items()),
@@ -123,13 +125,6 @@ class ResponsesDialect:
             "sequence_number": 0,
         }
         return b"event: error\ndata: " + orjson.dumps(body | {"error": detail}) + b"\n\n"
-
-
-def _check_format(body: dict[str, Any]) -> None:
-    text = fields.nested(body, "text")
-    form = fields.nested(text, "format", "text.format")
-    if text.get("format") is not None and form.get("type") != "text":
-        raise unsupported("text.format", form)
 
 
 def _included(body: dict[str, Any]) -> list[str]:
@@ -204,15 +199,19 @@ def offered_tools(value: Any, name: str = "tools") -> tuple[Tool, ...]:
 
 
 def ignored_tool_options(value: Any) -> Iterator[str]:
-    """Yield the names of what is not supported: tools that a vendor's servers run, and constrained arguments."""
+    """Yield the names of what is not supported: tools that a vendor's servers run, and grammars of freeform tools."""
     for tool, *_ in _given(value, "tools"):
         kind = tool["type"]
         if kind not in ("function", "custom"):
             yield f"tool:{kind}"
-        elif tool.get("strict"):
-            yield "tools.strict"
         elif (fields.as_object(tool.get("format")) or {}).get("type") == "grammar":
             yield "tools.format"
+
+
+def _strict(value: Any) -> frozenset[str]:
+    """Return the flat names of the tools whose calls must follow their schemas."""
+    functions = [given for given in _given(value, "tools") if given.tool["type"] == "function"]
+    return frozenset(_address(given)[0] for given in functions if given.tool.get("strict") is True)
 
 
 def client_tool_names(value: Any) -> dict[str, ClientToolName]:

@@ -38,7 +38,7 @@ class ParquetColumn(NamedTuple):
     kind: ColumnKind
 
 
-LATER = frozenset({"policy"})
+LATER = frozenset({"components", "policy"})
 """Columns that the exports of an earlier penstock lack; their records take the default."""
 
 

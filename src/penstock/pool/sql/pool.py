@@ -118,8 +118,10 @@ class SqlPool(PoolClass):
         row = writes.encode_grade(grade)
         await self._change(lambda database: writes.grade(database, row))
 
-    async def end(self, rollout_id: str, end: End, message: str = "", grades: Sequence[Grade] = ()) -> bool:
-        request = writes.encode_end(rollout_id, end, message, grades)
+    async def end(
+        self, rollout_id: str, end: End, message: str = "", grades: Sequence[Grade] = (), *, only_grades: bool = False
+    ) -> bool:
+        request = writes.encode_end(rollout_id, end, message, grades, only_grades=only_grades)
         try:
             return await self._writer.store(writes.END, request)
         finally:

@@ -238,6 +238,8 @@ class EndRequest(NamedTuple):
     rollout_id: str
     end: StoredEnd
     grades: list[GradeRow]
+    only_grades: bool = False
+    """Refuses if the rollout has been graded before."""
 
 
 def encode_grade(value: Grade) -> GradeRow:
@@ -246,9 +248,10 @@ def encode_grade(value: Grade) -> GradeRow:
     return GradeRow((value.rollout_id, grade_key(value)), encode_row(value, name), name)
 
 
-def encode_end(rollout_id: str, end: End, message: str, grades: Sequence[Grade]) -> EndRequest:
+def encode_end(rollout_id: str, end: End, message: str, grades: Sequence[Grade], *, only_grades: bool = False) -> EndRequest:
     rules.check_grades(rollout_id, grades)
-    return EndRequest(rollout_id, StoredEnd(End(end).value, pack_message(message)), [encode_grade(each) for each in grades])
+    stored = StoredEnd(End(end).value, pack_message(message))
+    return EndRequest(rollout_id, stored, [encode_grade(each) for each in grades], only_grades)
 
 
 def grade(database: PoolDatabase, request: GradeRow) -> None:
@@ -286,6 +289,8 @@ class _LockedRollout(NamedTuple):
     channel: str
     group_id: str
     min_size: int
+    graded: int
+    """1 if it has a grade."""
 
 
 def end(database: PoolDatabase, request: EndRequest) -> bool:
@@ -297,6 +302,8 @@ def end(database: PoolDatabase, request: EndRequest) -> bool:
         if request.grades:
             raise rules.too_late(request.grades[0].name, End(rollout.ended))
         return False
+    if request.only_grades and rollout.graded:
+        raise rules.graded_before(request.rollout_id)
     new = [grade for grade in request.grades if insert_row(database, "grades", grade.key, grade.row, grade.name)]
     _store_ends(database, [request], {request.rollout_id: rollout}, graded=[request.rollout_id] * len(new))
     return True
@@ -307,6 +314,8 @@ def end_all(database: PoolDatabase, requests: Sequence[EndRequest]) -> bool:
     names, grades = {request.rollout_id for request in requests}, [row for request in requests for row in request.grades]
     rollouts = _lock_rollouts(database, names)
     if len(names) < len(requests) or names != rollouts.keys() or any(each.ended is not None for each in rollouts.values()):
+        return False
+    if any(request.only_grades and rollouts[request.rollout_id].graded for request in requests):
         return False
     if not insert_rows(database, "grades", [(grade.key, grade.row) for grade in grades]):
         return False
@@ -319,7 +328,8 @@ END = BatchOperation("end", end, end_all, result=True, last=True)
 
 def _lock_rollouts(database: PoolDatabase, names: Collection[str]) -> dict[str, _LockedRollout]:
     """Lock rollouts and their groups, so that no other transaction ends a rollout of the same groups meanwhile."""
-    columns = ("r.id", "r.ended", "r.channel", "r.group_id", "g.min_size")
+    graded = "CASE WHEN EXISTS (SELECT 1 FROM grades WHERE rollout_id = r.id) THEN 1 ELSE 0 END"
+    columns = ("r.id", "r.ended", "r.channel", "r.group_id", "g.min_size", graded)
     chosen = f"FROM rollouts AS r JOIN groups AS g ON g.id = r.group_id WHERE r.id IN ({placeholders(names)})"
     found = database.select(columns, f"{chosen} ORDER BY r.id{database.LOCK}", sorted(names))
     return {name: _LockedRollout(*columns) for name, *columns in found}
@@ -330,14 +340,14 @@ def _store_ends(
 ) -> None:
     """Write the ends of running rollouts. `graded` names a rollout once for each of its new grades."""
     parts = _count_parts(database, rollouts.keys(), PartCounts._fields)
-    ended = [(name, *end, rollout_checksum(name, end, PartCounts(**parts[name]))) for name, end, _ in requests]
+    ended = [(name, *end, rollout_checksum(name, end, PartCounts(**parts[name]))) for name, end, *_ in requests]
     database.execute(
         f"""WITH new (name, new_end, new_message, checksum) AS (VALUES {row_placeholders(4, len(ended))})
             UPDATE rollouts SET ended = new_end, message = new_message, seal = checksum FROM new WHERE id = name""",
         [value for row in ended for value in row],
     )
     counts = defaultdict[str, list[CounterChange]](list)
-    for name, end, _ in requests:
+    for name, end, *_ in requests:
         counts[rollouts[name].channel].append(CounterChange("end", str(end.end), 1))
     for channel, state in _close_groups(database, {rollout.group_id: rollout for rollout in rollouts.values()}):
         counts[channel] += [CounterChange("state", GroupState.OPEN, -1), CounterChange("state", state, 1)]

@@ -147,10 +147,14 @@ class ServerExecutor(Executor):
     async def run(self, task: Task, session: GatewaySession, *, rollout_id: str, timeout_s: float) -> WorkflowResult:
         """See `Executor.run`. The agents' own samples stay on the server, where its grader sees them."""
         server_id = rollout_id + self._run_suffix
-        body = self._request_body(task, session, server_id, timeout_s)
         pending, host = self._callbacks.expect(server_id), None
+
+        def make_body(separate_keys: bool) -> bytes:
+            pending.key = self._callbacks.key if separate_keys else session.token
+            return self._request_body(task, session, server_id, timeout_s, pending.key)
+
         try:
-            host = await self._hosts.submit(body, server_id, pending.completed, limit_s=timeout_s)
+            host = await self._hosts.submit(make_body, server_id, pending.completed, limit_s=timeout_s)
             result = await self._wait_for_workflow(pending, host, server_id, timeout_s)
         except BaseException:
             self._callbacks.forget(server_id, expect_more=host is not None and not pending.graded.done())
@@ -193,7 +197,7 @@ class ServerExecutor(Executor):
             raise workflow_failure(result)
         return result
 
-    def _request_body(self, task: Task, session: GatewaySession, server_id: str, timeout_s: float) -> bytes:
+    def _request_body(self, task: Task, session: GatewaySession, server_id: str, timeout_s: float, key: str) -> bytes:
         urls = self._callbacks.urls(server_id)
         request = RolloutInitRequest(
             rollout_id=server_id,
@@ -201,7 +205,7 @@ class ServerExecutor(Executor):
             chat_completions_url=session.base_url,
             completion_callback_url=urls.completed,
             grader_callback_url=urls.graded,
-            controller_api_key=self._callbacks.key,
+            controller_api_key=key,
             llm_api_key=session.token,
             label=task.label,
             metadata=task.metadata,
@@ -264,7 +268,7 @@ def read_rewards(result: GraderCompleteRequest, samples: Mapping[str, RolloutSam
     steps = sorted((result.step_rewards or {}).items())
     if unknown := [step for step, _ in steps if step not in known]:
         raise GraderError(f"the rollout server rewards steps {unknown}; this rollout has {sorted(known)}")
-    whole = [] if result.reward is None else [Reward(None, finite_reward(result.reward))]
+    whole = [] if result.reward is None else [Reward(None, finite_reward(result.reward), None, result.components or {})]
     own = {name: each.reward for name, each in result.samples.items() if name not in (result.filled or ())}
     parts = [Reward(name, finite_reward(reward)) for name, reward in own.items() if reward is not None]
     rewards = [*whole, *parts, *(Reward(None, finite_reward(value), step) for step, value in steps)]

@@ -45,13 +45,23 @@ B = TypeVar("B", RolloutCompleteRequest, GraderCompleteRequest)
 class PendingCallbacks:
     """The two callbacks awaited of one rollout. The first of each kind counts; repeats change nothing."""
 
-    __slots__ = ("completed", "graded")
+    __slots__ = ("completed", "graded", "key")
 
-    def __init__(self) -> None:
+    def __init__(self, key: str) -> None:
         loop = asyncio.get_running_loop()
+        self.key = key
+        """The bearer token that its server must send."""
         self.completed: asyncio.Future[RolloutCompleteRequest] = loop.create_future()
         self.graded: asyncio.Future[GraderCompleteRequest] = loop.create_future()
         """Without its samples' messages: only the rewards are needed here."""
+
+
+class FinishedRollout(NamedTuple):
+    """What is remembered of a rollout whose wait has ended."""
+
+    expect_more: bool
+    """Whether a callback may still come."""
+    key: str
 
 
 class CallbackUrls(NamedTuple):
@@ -66,15 +76,14 @@ class CallbackListener:
         self, load_transcripts: LoadTranscripts, *, host: str, port: int, url: str = "", linger_s: float = LINGER_S
     ) -> None:
         self.key = secrets.token_urlsafe(32)
-        """The bearer token that callers must send."""
-        self._path = secrets.token_urlsafe(16)
+        """The bearer token of callers that keep the model's key apart from this one."""
+        self._secret = secrets.token_bytes(32)
         self._load_transcripts = load_transcripts
         self._address = (host, port)
         self._url = url
         self._linger_s = linger_s
         self._pending: dict[str, PendingCallbacks] = {}
-        self._finished: dict[str, bool] = {}
-        """By rollout: whether a callback may still come."""
+        self._finished: dict[str, FinishedRollout] = {}
         self._received = asyncio.Event()
         self._stack = AsyncExitStack()
 
@@ -96,7 +105,7 @@ class CallbackListener:
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(self._linger_s):
-                while any(self._finished.values()):
+                while any(each.expect_more for each in self._finished.values()):
                     self._received.clear()
                     await self._received.wait()
         await self._stack.aclose()
@@ -107,14 +116,14 @@ class CallbackListener:
         return self._url
 
     def urls(self, rollout_id: str) -> CallbackUrls:
-        """Returns the rollout's callback URLs; their path holds a secret."""
-        base = f"{self._url}/{self._path}/{quote(rollout_id, safe='')}"
+        """Returns the rollout's callback URLs; their path holds a secret of this rollout, which its agent is not told."""
+        base = f"{self._url}/{self._path(rollout_id)}/{quote(rollout_id, safe='')}"
         return CallbackUrls(f"{base}/completed", f"{base}/graded")
 
     def expect(self, rollout_id: str) -> PendingCallbacks:
         """Accepts callbacks of this rollout from now on."""
         self._finished.pop(rollout_id, None)
-        self._pending[rollout_id] = PendingCallbacks()
+        self._pending[rollout_id] = PendingCallbacks(self.key)
         return self._pending[rollout_id]
 
     def get(self, rollout_id: str) -> PendingCallbacks | None:
@@ -122,8 +131,8 @@ class CallbackListener:
 
     def forget(self, rollout_id: str, *, expect_more: bool = False) -> None:
         """Ends the wait for a rollout. Later callbacks are acknowledged and dropped; `expect_more` says that one may come."""
-        self._pending.pop(rollout_id, None)
-        self._finished[rollout_id] = expect_more
+        pending = self._pending.pop(rollout_id, None)
+        self._finished[rollout_id] = FinishedRollout(expect_more, pending.key if pending else self.key)
         while len(self._finished) > MAX_FINISHED:
             del self._finished[next(iter(self._finished))]
 
@@ -148,7 +157,7 @@ class CallbackListener:
             raise
         pending = self._pending.get(rollout_id)
         if pending is None and kind == "graded":
-            self._finished[rollout_id] = False
+            self._finished[rollout_id] = self._finished[rollout_id]._replace(expect_more=False)
             self._received.set()
         if pending is None or body is None:
             return {}
@@ -161,16 +170,20 @@ class CallbackListener:
         """Returns the rollout's id and the kind of callback; RequestError for a caller without path or key."""
         path, _, rest = scope["path"].removeprefix("/").partition("/")
         rollout_id, _, kind = rest.rpartition("/")
-        if not _equal(path, self._path) or kind not in ("completed", "graded"):
+        if not _equal(path, self._path(rollout_id)) or kind not in ("completed", "graded"):
             raise RequestError("there is nothing here", status=404, code="no_such_route")
         if scope["method"] != "POST":
             raise RequestError("use POST", status=405, code="wrong_method")
+        known = self._pending.get(rollout_id) or self._finished.get(rollout_id)
         scheme, _, key = header(scope["headers"], b"authorization").partition(" ")
-        if scheme.lower() != "bearer" or not _equal(key.strip(), self.key):
+        if scheme.lower() != "bearer" or not _equal(key.strip(), known.key if known else self.key):
             raise RequestError("a callback needs the controller_api_key that came with the rollout", status=401, code="wrong_key")
-        if rollout_id not in self._pending and rollout_id not in self._finished:
+        if known is None:
             raise RequestError(f"rollout {rollout_id} is not one of ours", status=404, code="no_such_rollout")
         return rollout_id, kind
+
+    def _path(self, rollout_id: str) -> str:
+        return hmac.new(self._secret, rollout_id.encode("utf-8", "replace"), "sha256").hexdigest()[:32]
 
     async def _receive_completion(self, pending: PendingCallbacks, rollout_id: str, body: bytes) -> dict[str, Any]:
         """A repeated completion is answered in full again: the first answer may have been lost, and the grader needs it."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, NamedTuple, Self, cast
@@ -70,6 +70,12 @@ class Host:
         self.last_request = 0
         """The number of the last submission to it."""
         self.skip_until = 0.0
+        self.separate_keys: bool | None = None
+        """Whether it takes a key for the model besides `controller_api_key`, which is for callbacks; None: not known."""
+
+
+MakeBody = Callable[[bool], bytes]
+"""Makes the request for a server, given its `separate_keys`."""
 
 
 class ServerHosts:
@@ -104,7 +110,7 @@ class ServerHosts:
             checks = {host.url: group.create_task(self._check(host)) for host in self._hosts}
         return {url: task.result() for url, task in checks.items() if task.result()}
 
-    async def submit(self, body: bytes, rollout_id: str, ended: asyncio.Future[Any], *, limit_s: float) -> Host:
+    async def submit(self, make_body: MakeBody, rollout_id: str, ended: asyncio.Future[Any], *, limit_s: float) -> Host:
         """Submits a rollout to the least busy server that accepts it; WorkflowError if none does.
 
         A busy server is asked again after its Retry-After, until no server has made progress for `limit_s`. If a server may have
@@ -115,7 +121,7 @@ class ServerHosts:
         bound: Host | None = None
         while True:
             host = bound or self._pick(tried)
-            response = await self._submit_to(host, body, rollout_id)
+            response = await self._submit_to(host, make_body, rollout_id)
             if response.is_ok or ended.done():
                 self._last_progress = time.monotonic()
                 host.rollouts += 1
@@ -158,20 +164,31 @@ class ServerHosts:
         untried = [host for host in self._hosts if host not in tried]
         return min(untried, key=lambda host: (host.skip_until > now, host.rollouts, host.last_request))
 
-    async def _submit_to(self, host: Host, body: bytes, rollout_id: str) -> HostResponse:
+    async def _submit_to(self, host: Host, make_body: MakeBody, rollout_id: str) -> HostResponse:
         self._requests += 1
         host.last_request = self._requests
+        if host.separate_keys is None:
+            await self._read_health(host)
         try:
-            response = await self._request(host, "POST", "/rollout", body)
+            response = await self._request(host, "POST", "/rollout", make_body(bool(host.separate_keys)))
         except asyncio.CancelledError:
             await self.cancel(host, rollout_id)  # the server may have accepted it
             raise
-        host.skip_until = time.monotonic() + SKIP_S if response.status <= 0 else 0.0
+        host.skip_until = 0.0
+        if response.status <= 0:  # it may be another server when it comes back
+            host.skip_until, host.separate_keys = time.monotonic() + SKIP_S, None
         return response
+
+    async def _read_health(self, host: Host) -> HostResponse:
+        health = await self._request(host, "GET", "/health")
+        if health.is_ok:
+            body = cast("dict[str, Any]", health.body) if isinstance(health.body, dict) else {}
+            host.separate_keys = body.get("separate_keys") is True
+        return health
 
     async def _check(self, host: Host) -> str:
         """Returns why a server cannot be used, or an empty string."""
-        health = await self._request(host, "GET", "/health")
+        health = await self._read_health(host)
         if not health.is_ok:
             host.skip_until = time.monotonic() + SKIP_S
             return health.message

@@ -69,6 +69,8 @@ class ExecutionResult:
     """Of the whole rollout, if its grader gave one."""
     step_rewards: dict[int, float] = field(default_factory=dict[int, float])
     """By the index of the call."""
+    components: dict[str, float] = field(default_factory=dict[str, float])
+    """Named parts of `reward`."""
     filled: tuple[str, ...] = ()
     """Samples that carry the whole rollout's reward because they have none of their own."""
     misreported: tuple[str, ...] = ()
@@ -210,16 +212,18 @@ class LocalBackend(ExecutionBackend):
 
 def _graded(samples: dict[str, RolloutSample], rewards: list[Reward], misreported: list[str]) -> ExecutionResult:
     """Returns the grader's result. A reward of the whole rollout goes to samples without a reward of their own too."""
-    whole = next((value for transcript, value, step in rewards if transcript is None and step is None), None)
+    own = next((each for each in rewards if each.transcript is None and each.step is None), None)
+    whole = None if own is None else own.value
     filled = () if whole is None else tuple(name for name, sample in samples.items() if sample.reward is None)
     for name in filled:
         samples[name].reward = whole
-    steps = {step: value for _, value, step in rewards if step is not None}
+    steps = {each.step: each.value for each in rewards if each.step is not None}
     return ExecutionResult(
         status=RolloutStatus.SUCCESS,
         samples=samples,
         reward=whole,
         step_rewards=steps,
+        components={} if own is None else own.components,
         filled=filled,
         misreported=tuple(misreported),
     )

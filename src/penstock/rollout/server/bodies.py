@@ -20,7 +20,7 @@ from penstock.rollout.server.protocol import (
 from penstock.sdk.context import finite_reward
 from penstock.sdk.samples import RolloutSample, to_json_values
 
-EXTENSION_FIELDS = ("strays", "reward", "step_rewards", "filled", "misreported", "end")
+EXTENSION_FIELDS = ("strays", "reward", "step_rewards", "components", "filled", "misreported", "end")
 """Fields that other implementations of the protocol do not know: left out if unset."""
 
 
@@ -47,6 +47,7 @@ def grade_body(request: RolloutInitRequest, result: ExecutionResult) -> bytes:
         err_category=result.err_category,
         reward=result.reward,
         step_rewards=result.step_rewards or None,
+        components=result.components or None,
         filled=list(result.filled) or None,
         misreported=list(result.misreported) or None,
         end=result.end,

@@ -11,9 +11,10 @@ Fields marked *ours* are extensions. They are sent only when set, and a peer tha
 from enum import StrEnum
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat
 
 from penstock.records import End
+from penstock.sdk.context import MAX_COMPONENTS
 
 LONGEST_ID = 256
 
@@ -66,6 +67,14 @@ Segment = Annotated[str, AfterValidator(path_segment)]
 Seconds = Annotated[FiniteFloat, Field(gt=0)]
 
 
+def _object(value: Any) -> Any:
+    return {} if value is None else value
+
+
+JsonObject = Annotated[dict[str, Any], BeforeValidator(_object)]
+"""Null is an empty one: the upstream SDK sends null for what it does not have."""
+
+
 class ProtocolBody(BaseModel):
     """Unknown fields are ignored: a later version of the protocol may send more."""
 
@@ -87,7 +96,7 @@ class RolloutInitRequest(ProtocolBody):
     """None: the rollout is not graded."""
     agent_timeout_sec: Seconds | None = None
     grader_timeout_sec: Seconds | None = None
-    extra_fields: dict[str, Any] = Field(default_factory=dict[str, Any])
+    extra_fields: JsonObject = Field(default_factory=dict[str, Any])
     records: bool = False
     """*Ours*: the reply to the completion holds what was recorded; without it nothing is graded."""
 
@@ -101,7 +110,7 @@ class RolloutCompleteRequest(ProtocolBody):
 
     rollout_id: str
     status: RolloutStatus
-    extra_fields: dict[str, Any] = Field(default_factory=dict[str, Any])
+    extra_fields: JsonObject = Field(default_factory=dict[str, Any])
     err_message: str | None = None
     err_category: RolloutErrorCategory | None = None
     strays: list[str] | None = Field(default=None, max_length=10_000, fail_fast=True)
@@ -137,8 +146,8 @@ class SampleBody(ProtocolBody):
     label: str | None = None
     reward: FiniteFloat | None = None
     remove_sample: bool = False
-    metrics: dict[str, Any] = Field(default_factory=dict[str, Any])
-    extra_fields: dict[str, Any] = Field(default_factory=dict[str, Any])
+    metrics: JsonObject = Field(default_factory=dict[str, Any])
+    extra_fields: JsonObject = Field(default_factory=dict[str, Any])
 
 
 class GraderCompleteRequest(ProtocolBody):
@@ -146,13 +155,15 @@ class GraderCompleteRequest(ProtocolBody):
 
     rollout_id: str
     status: GraderStatus
-    samples: dict[str, SampleBody] = Field(default_factory=dict[str, SampleBody])
+    samples: Annotated[dict[str, SampleBody], BeforeValidator(_object)] = Field(default_factory=dict[str, SampleBody])
     err_message: str | None = None
     err_category: RolloutErrorCategory | None = None
     reward: FiniteFloat | None = None
     """*Ours*: of the whole rollout."""
     step_rewards: dict[int, FiniteFloat] | None = None
     """*Ours*: by the index of the call."""
+    components: dict[str, FiniteFloat] | None = Field(default=None, max_length=MAX_COMPONENTS)
+    """*Ours*: named parts of `reward`."""
     filled: list[str] | None = Field(default=None, max_length=10_000, fail_fast=True)
     """*Ours*: samples without a reward of their own; they carry the rollout's, for peers that only read samples' rewards."""
     misreported: list[str] | None = None

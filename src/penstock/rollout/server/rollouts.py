@@ -110,7 +110,7 @@ class AcceptedRollouts:
         waiting = self._resources.slots.queued if self._resources else 0
         if isinstance(counts := health.get("concurrency"), dict) and "queued" in counts:
             health["concurrency"] = {**counts, "queued": counts["queued"] + waiting}
-        health["accepted"] = len(self._rollouts)
+        health |= {"accepted": len(self._rollouts), "separate_keys": True}
         return health | ({"status": "stopping"} if self.draining else {})
 
     async def drain(self) -> None:

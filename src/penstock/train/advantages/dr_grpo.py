@@ -1,14 +1,9 @@
-"""Dr. GRPO: rewards less the group's mean, without the division that favours groups of little spread."""
-
-import statistics
+"""Dr. GRPO: rewards less the group's mean, without the division that favours groups of little spread. arXiv 2503.20783."""
 
 from penstock.records import Group
+from penstock.train.advantages.base import centred
 
 
 def dr_grpo(group: Group) -> list[float]:
     """Each reward less the mean; exact zeros where all rewards are the same."""
-    rewards = group.rewards
-    if len(set(rewards)) < 2:
-        return [0.0] * len(rewards)
-    mean = statistics.fmean(rewards)
-    return [reward - mean for reward in rewards]
+    return centred(group.rewards, scaled=False)

@@ -2,4 +2,18 @@
 
 from penstock.registry import Registry
 
-LOSSES = Registry("loss", {"clip": "penstock.train.losses.clip:clip"})
+LOSSES = Registry(
+    "loss",
+    {
+        "clip": "penstock.train.losses.clip:clip",
+        "dapo": "penstock.train.losses.dapo:dapo",
+        "gspo": "penstock.train.losses.gspo:gspo",
+        "cispo": "penstock.train.losses.cispo:cispo",
+        "sapo": "penstock.train.losses.sapo:sapo",
+        "icepop": "penstock.train.losses.icepop:icepop",
+        "reinforce": "penstock.train.losses.reinforce:reinforce",
+    },
+)
+
+TOKEN_MEANS = frozenset({"dapo"})
+"""Losses that are a mean over all tokens of the batch, unless `train.mean` says otherwise."""

@@ -1,9 +1,22 @@
-"""What a loss function takes and returns, and the KL penalty that any of them can be combined with."""
+"""What a loss takes and returns, and penalties that any of them can be combined with.
 
-from typing import NamedTuple
+A loss is a function of a token's numbers. `whole_sequences` makes it one that takes all tokens of a batch at once, and sees which
+sequence and turn each belongs to. A second parameter that is annotated with a `Section` is given the settings of
+`[train.loss_settings]`; one with `TrainSection`, those of `[train]`.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+from pydantic import Field
 from torch import Tensor
+
+from penstock.config import Section
+
+NO_IDS = torch.zeros(0, dtype=torch.long)
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class LossTokens(NamedTuple):
@@ -16,6 +29,10 @@ class LossTokens(NamedTuple):
     behaviour: Tensor
     """The engine's, under the distribution it sampled from."""
     advantages: Tensor
+    sequences: Tensor = NO_IDS
+    """The same number for all tokens of a sequence, from 0 on; empty for a loss that does not take whole sequences."""
+    turns: Tensor = NO_IDS
+    """Likewise for all tokens of a turn: a step of a sequence."""
 
 
 class Loss(NamedTuple):
@@ -28,6 +45,39 @@ class Loss(NamedTuple):
     """The correction for having been sampled from another distribution than the proximal one, capped."""
     clipped: Tensor
     """1 where the clip stopped the gradient."""
+
+
+class LossSettings(Section):
+    importance_cap: float = Field(default=2.0, gt=0)
+    """Ceiling of the importance weight that corrects for stale or tempered behaviour."""
+
+
+def whole_sequences(function: F) -> F:
+    """Marks a loss that needs all tokens of a sequence at once. Their log-probabilities take one more forward pass."""
+    function.whole = True  # pyright: ignore[reportFunctionMemberAccess]
+    return function
+
+
+def takes_whole_sequences(function: Callable[..., Any]) -> bool:
+    return getattr(function, "whole", False)
+
+
+def importance_weights(tokens: LossTokens, cap: float) -> Tensor:
+    """Per token [tokens]: proximal over behaviour probability, at most `cap`, without a gradient."""
+    return torch.exp(tokens.proximal - tokens.behaviour).clamp(max=cap).detach()
+
+
+def mean_within(ids: Tensor, values: Tensor) -> Tensor:
+    """Per token [tokens]: the mean over all tokens of the same id."""
+    count = int(ids.max()) + 1 if len(ids) else 0
+    sums = values.new_zeros(count).index_add(0, ids, values)
+    sizes = values.new_zeros(count).index_add(0, ids, torch.ones_like(values))
+    return (sums / sizes.clamp(min=1.0))[ids]
+
+
+def k2(new: Tensor, reference: Tensor) -> Tensor:
+    """Per token [tokens]: half the squared gap; its gradient is that of KL(new ‖ reference) in expectation."""
+    return 0.5 * (new - reference).square()
 
 
 def k3(new: Tensor, reference: Tensor) -> Tensor:

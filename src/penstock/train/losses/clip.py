@@ -1,9 +1,8 @@
-"""The clipped surrogate of PPO, weighted by truncated importance sampling."""
-
-import torch
+"""The clipped surrogate of PPO, weighted by truncated importance sampling. PPO, arXiv 1707.06347; clip-higher of DAPO."""
 
 from penstock.config import TrainSection
 from penstock.train.losses.base import Loss, LossTokens
+from penstock.train.losses.dapo import clipped_surrogate
 
 
 def clip(tokens: LossTokens, section: TrainSection) -> Loss:
@@ -11,13 +10,4 @@ def clip(tokens: LossTokens, section: TrainSection) -> Loss:
 
     The first update on a batch has a ratio of 1, so its gradient is that of REINFORCE under the importance weights.
     """
-    ratio = torch.exp(tokens.new - tokens.proximal)  # [tokens]
-    bounded = ratio.clamp(1.0 - section.clip_low, 1.0 + section.clip_high)
-    plain, limited = ratio * tokens.advantages, bounded * tokens.advantages
-    importance = torch.exp(tokens.proximal - tokens.behaviour).clamp(max=section.importance_cap).detach()
-    return Loss(
-        values=-importance * torch.minimum(plain, limited),
-        ratio=ratio.detach(),
-        importance=importance,
-        clipped=(limited < plain).float(),
-    )
+    return clipped_surrogate(tokens, low=section.clip_low, high=section.clip_high, cap=section.importance_cap)

@@ -55,6 +55,7 @@ function tiles(told) {
 }
 
 const STRIP = 400;
+const PART = "components/";
 function strip(run, curves, link) {
   const rewards = curves.columns.reward;
   const [low, high] = [Math.min(0, ...rewards.filter((each) => each !== null)), Math.max(1, ...rewards.filter((each) => each !== null))];
@@ -71,8 +72,10 @@ function charts(told, { steps, columns }) {
   const reward = [line("reward", "training", { low: around(-1), high: around(1) })];
   if (held.length) reward.push({ name: "held-out", xs: held.map((each) => each.step), ys: held.map((each) => each.reward), points: true });
   if (before && steps.length) reward.push({ name: "control: start policy", xs: [steps[0], steps.at(-1)], ys: [before.reward, before.reward], dash: [6, 4] });
+  const parts = Object.keys(columns).filter((name) => name.startsWith(PART));
   return h("div", { class: "charts" },
     chart("Reward", "mean over the step's graded rollouts; the band is 1.96 standard errors; rings are held-out; dashed: the start policy on held-out tasks", reward),
+    ...(parts.length ? [chart("Parts of the reward", "mean over the step's graded rollouts, by the names that the grader gives", parts.map((name) => line(name, name.slice(PART.length))))] : []),
     chart("Entropy", "mean over trained tokens, in nats", [line("entropy")]),
     chart("KL", "between the sampling policy and the trained one; to the start policy where train.kl > 0", [line("kl_behaviour", "to the sampling policy"), ...(told.config.train && told.config.train.kl > 0 ? [line("kl_reference", "to the start policy")] : [])]),
     chart("Length", "sampled tokens per rollout", [line("length", "tokens")]),

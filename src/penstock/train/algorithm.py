@@ -1,0 +1,99 @@
+"""The algorithm of a run: its advantage and its loss, each with its own settings, and the mean that the loss is."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+from pydantic import BaseModel
+
+from penstock.config import TrainSection, validate
+from penstock.errors import ConfigError
+from penstock.records import Group
+from penstock.registry import Registry
+from penstock.train.advantages import ADVANTAGES, DIVISORS
+from penstock.train.advantages.base import Credit, level_of
+from penstock.train.losses import LOSSES, TOKEN_MEANS
+
+Advantage = Callable[..., Any]
+"""With its settings bound: takes one group, or what `advantages/base.py` says, and returns credit."""
+
+CONSTANT = 128.0
+"""Tokens that a rollout's loss is divided by where `train.mean` is `constant`."""
+OF_CLIP = ("clip_low", "clip_high", "importance_cap")
+"""Keys of `[train]` that a loss reads only if it takes the whole section."""
+
+
+def load_advantage(section: TrainSection) -> Advantage:
+    """Returns the advantage that the section names. ConfigError if it has no such settings."""
+    return _bind(ADVANTAGES, section.advantage, section.advantage_settings, section)
+
+
+def load_loss(section: TrainSection) -> Callable[..., Any]:
+    """Returns the loss that the section names. ConfigError if it has no such settings, or would ignore some of `[train]`."""
+    function = LOSSES.load(section.loss)
+    if _settings_class(function) is not TrainSection:
+        for key in OF_CLIP:
+            if getattr(section, key) != TrainSection.model_fields[key].default:
+                raise ConfigError(
+                    f"train.{key} is a setting of train.loss = 'clip'; the settings of {section.loss!r} are in "
+                    "[train.loss_settings], see docs/algorithms.md"
+                )
+    return _bind(LOSSES, section.loss, section.loss_settings, section)
+
+
+def settings_of(function: Callable[..., Any]) -> type[BaseModel] | None:
+    """Returns the class of a function's own settings; None if it has none."""
+    found = _settings_class(function)
+    return None if found is TrainSection else found
+
+
+def credit_of(advantage: Advantage, groups: Sequence[Group]) -> list[list[Credit]]:
+    """Returns the credit of the graded rollouts of each group, by an advantage of groups or of a whole step."""
+    if level_of(advantage) == "batch":
+        return advantage(groups)
+    return [advantage(group) for group in groups]
+
+
+def loss_divisor(section: TrainSection) -> float | None:
+    """Returns what the sum over a rollout's tokens is divided by; None for the number of these tokens."""
+    if section.mean == "auto":
+        return None if section.loss in TOKEN_MEANS else DIVISORS.get(section.advantage)
+    return CONSTANT if section.mean == "constant" else None
+
+
+def is_token_mean(section: TrainSection) -> bool:
+    """Whether all tokens of the batch weigh the same."""
+    return section.mean == "token" or (section.mean == "auto" and section.loss in TOKEN_MEANS)
+
+
+def _bind(registry: Registry, name: str, given: dict[str, Any], section: TrainSection) -> Callable[..., Any]:
+    function, table = registry.load(name), f"train.{registry.kind}_settings"
+    kind = _settings_class(function)
+    if given and (kind is None or kind is TrainSection):
+        own = "" if kind is None else f": its keys are those of [train], such as train.{OF_CLIP[0]}"
+        raise ConfigError(f"[{table}]: the {registry.kind} {name!r} has no settings of its own{own}; leave the table out")
+    if kind is None:
+        return function
+    settings = section if kind is TrainSection else validate(kind, given, f"[{table}] of {name!r}")
+
+    @wraps(function)
+    def bound(what: Any) -> Any:
+        return function(what, settings)
+
+    return bound
+
+
+def _settings_class(function: Callable[..., Any]) -> type[BaseModel] | None:
+    """Returns what the second parameter is annotated with; `TrainSection` if it is not, None if there is no second one."""
+    try:
+        parameters = list(inspect.signature(function, eval_str=True).parameters.values())
+    except (ValueError, NameError, TypeError):  # of a compiled function, or annotated with what cannot be imported
+        return None
+    needed = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    if len(needed) < 2:
+        return None
+    kind = needed[1].annotation
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return kind
+    return TrainSection if needed[1].default is inspect.Parameter.empty else None
