@@ -116,8 +116,8 @@ def _block(rows: list[PassRow], trunk: int, repeats: int, like: Tensor) -> RowBl
     return RowBlock(queries, keys.to(like.device), mask.repeat(1, repeats, 1).unsqueeze(1).to(like))
 
 
-MAX_LOGITS = 2**25
-"""Bound on the elements of one chunk of logits (128 MB in float32)."""
+MAX_LOGITS = 2**24
+"""Bound on the elements of one chunk of logits (64 MB in float32, and as much again for each of three steps of the loss)."""
 
 KeysValues = list[tuple[Tensor, Tensor]]
 """Keys and values per layer; each `PassForward` has its own layout of them."""
@@ -140,7 +140,7 @@ class TermScores(NamedTuple):
 
     logprobs: Tensor
     entropy: Tensor
-    """Entropy of the distribution at the term's place and temperature, without a gradient."""
+    """Entropy of the distribution at the term's place and temperature, without a gradient unless asked for."""
 
 
 class ScoredTerms(NamedTuple):
@@ -151,6 +151,8 @@ class ScoredTerms(NamedTuple):
     behaviour: Tensor
     advantages: Tensor
     weights: Tensor
+    states: Tensor | None = None
+    """[terms, hidden]: the hidden states that predict them, where asked for; without a gradient."""
 
 
 class PassForward(Protocol):
@@ -172,8 +174,9 @@ class PassForward(Protocol):
 class EagerForward:
     """A `PassForward` of plain operations: the only one on a CPU, and the oracle for others."""
 
-    def __init__(self, decoder: Decoder, *, flat: bool) -> None:
-        self._decoder, self._flat = decoder, flat
+    def __init__(self, decoder: Decoder, *, flat: bool, entropy_slopes: bool = False, states: bool = False) -> None:
+        """`entropy_slopes`: entropies have a gradient. `states`: hidden states are given with the terms."""
+        self._decoder, self._flat, self._entropy_slopes, self._states = decoder, flat, entropy_slopes, states
 
     def trunk_states(self, ids: Sequence[int]) -> KeysValues:
         return trunk_states(self._decoder, ids)
@@ -182,11 +185,12 @@ class EagerForward:
         hidden = hidden_states(self._decoder, one, trunk, flat=self._flat)
         leaf = hidden.detach().requires_grad_()  # sums the gradients of all chunks
         for chunk in logits_chunks(one, self._decoder.shape.vocab_size):
-            scores = score_chunk(self._decoder, leaf, chunk)
+            scores = score_chunk(self._decoder, leaf, chunk, entropy_slopes=self._entropy_slopes)
             columns = torch.tensor(
                 [(t.logprob, t.advantage, t.weight) for t in chunk.terms], dtype=torch.float64, device=leaf.device
             )
-            yield ScoredTerms(*scores, columns[:, 0].float(), columns[:, 1].float(), columns[:, 2])
+            states = leaf.detach()[[term.at for term in chunk.terms]] if self._states else None
+            yield ScoredTerms(*scores, columns[:, 0].float(), columns[:, 1].float(), columns[:, 2], states)
         if leaf.grad is not None:
             hidden.backward(leaf.grad)
 
@@ -232,14 +236,15 @@ def logits_chunks(one: Pass, vocab_size: int) -> Iterator[LogitsChunk]:
         yield _logits_chunk(terms[start:], rows)
 
 
-def score_chunk(decoder: Decoder, hidden: Tensor, chunk: LogitsChunk) -> TermScores:
+def score_chunk(decoder: Decoder, hidden: Tensor, chunk: LogitsChunk, *, entropy_slopes: bool = False) -> TermScores:
     """Returns the scores of a chunk's terms at their temperatures. `hidden` is that of the whole pass, [time, hidden]."""
     device = hidden.device
     temperatures = torch.tensor(chunk.temperatures, device=device, dtype=hidden.dtype).unsqueeze(1)
     states = hidden[torch.tensor(chunk.places, device=device)] / temperatures  # same as scaling the logits, but cheaper
     logprobs = decoder.logits(states).log_softmax(dim=-1)  # [rows, vocab]
-    with torch.no_grad():
-        entropy = -logprobs.exp().mul_(logprobs).sum(dim=-1)  # [rows]
+    with torch.set_grad_enabled(entropy_slopes and torch.is_grad_enabled()):
+        spread = logprobs.exp()
+        entropy = -(spread * logprobs if entropy_slopes else spread.mul_(logprobs)).sum(dim=-1)  # [rows]
     rows = torch.tensor(chunk.rows, device=device)
     targets = torch.tensor([term.target for term in chunk.terms], device=device)
     return TermScores(logprobs[rows, targets], entropy[rows])

@@ -71,11 +71,15 @@ class TermTable:
             )
 
 
-def score(states: Tensor, weight: Tensor, chunk: ScoredChunk, *, compiled: bool) -> tuple[Tensor, Tensor]:
-    """Returns log-probabilities, and entropies without a gradient, each [terms]. states [rows, hidden], weight [vocab, hidden]."""
-    logprobs, entropy = cast(
-        tuple[Tensor, Tensor], _PairScores.apply(states, weight, chunk.inverse, chunk.pair_rows, chunk.targets, compiled)
-    )
+def score(
+    states: Tensor, weight: Tensor, chunk: ScoredChunk, *, compiled: bool, entropy_slopes: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Returns log-probabilities and entropies, each [terms]. states [rows, hidden], weight [vocab, hidden].
+
+    Entropies have a gradient if `entropy_slopes`.
+    """
+    given = (states, weight, chunk.inverse, chunk.pair_rows, chunk.targets, compiled, entropy_slopes)
+    logprobs, entropy = cast(tuple[Tensor, Tensor], _PairScores.apply(*given))
     return logprobs[chunk.term_pairs], entropy[chunk.pair_rows][chunk.term_pairs]
 
 
@@ -83,28 +87,45 @@ class _PairScores(torch.autograd.Function):
     """Log-probabilities of pairs and entropies of rows. Keeps the logits for the backward pass and overwrites them there."""
 
     @staticmethod
-    def forward(ctx: Any, states: Tensor, weight: Tensor, inverse: Tensor, rows: Tensor, targets: Tensor, compiled: bool) -> Any:
+    def forward(
+        ctx: Any,
+        states: Tensor,
+        weight: Tensor,
+        inverse: Tensor,
+        rows: Tensor,
+        targets: Tensor,
+        compiled: bool,
+        entropy_slopes: bool,
+    ) -> Any:
         logits = states @ weight.t()
         statistics = compiling.compiled(_statistics) if compiled else _statistics
         total, entropy = statistics(logits, inverse)
         logprobs = logits[rows, targets].float() * inverse[rows] - total[rows]
-        ctx.save_for_backward(states, weight, inverse, rows, targets, logits, total, logprobs)
-        ctx.compiled = compiled
-        ctx.mark_non_differentiable(entropy)
+        ctx.save_for_backward(states, weight, inverse, rows, targets, logits, total, logprobs, entropy)
+        ctx.compiled, ctx.entropy_slopes = compiled, entropy_slopes
+        if not entropy_slopes:
+            ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         gradient: Tensor = grad_outputs[0]
-        states, weight, inverse, rows, targets, logits, total, logprobs = ctx.saved_tensors
+        states, weight, inverse, rows, targets, logits, total, logprobs, entropy = ctx.saved_tensors
         per_row = torch.zeros_like(inverse).index_add_(0, rows, gradient)
-        slope = compiling.compiled(_slope) if ctx.compiled else _slope
-        slopes = slope(logits, inverse, total, per_row)
         # In float32, as a likely token's slope is the small difference of two large numbers.
-        own = (gradient - logprobs.exp() * per_row[rows]) * inverse[rows]
+        own = gradient - logprobs.exp() * per_row[rows]
+        if ctx.entropy_slopes:
+            spread: Tensor = grad_outputs[1]
+            slope = compiling.compiled(_slope_with_entropy) if ctx.compiled else _slope_with_entropy
+            slopes = slope(logits, inverse, total, per_row, entropy, spread)
+            own -= spread[rows] * logprobs.exp() * (logprobs + entropy[rows])
+        else:
+            slope = compiling.compiled(_slope) if ctx.compiled else _slope
+            slopes = slope(logits, inverse, total, per_row)
+        own *= inverse[rows]
         slopes[rows, targets] = own.to(slopes.dtype)
         trained = slopes.t() @ states if ctx.needs_input_grad[1] else None  # the head is not, where an adapter is
-        return slopes @ weight, trained, None, None, None, None
+        return slopes @ weight, trained, None, None, None, None, None
 
 
 def _statistics(logits: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,3 +139,12 @@ def _slope(logits: Tensor, inverse: Tensor, total: Tensor, gradient: Tensor) -> 
     """Returns the slope of each logit through the sums alone, [rows, vocab] in the logits' precision."""
     scaled = logits.float() * inverse.unsqueeze(1)
     return ((scaled - total.unsqueeze(1)).exp() * (-gradient * inverse).unsqueeze(1)).to(logits.dtype)
+
+
+def _slope_with_entropy(
+    logits: Tensor, inverse: Tensor, total: Tensor, gradient: Tensor, entropy: Tensor, spread: Tensor
+) -> Tensor:
+    """As `_slope`, with that of the entropies, whose gradient is `spread` [rows]."""
+    logprobs = logits.float() * inverse.unsqueeze(1) - total.unsqueeze(1)
+    falling = gradient.unsqueeze(1) + spread.unsqueeze(1) * (logprobs + entropy.unsqueeze(1))
+    return (-logprobs.exp() * falling * inverse.unsqueeze(1)).to(logits.dtype)
