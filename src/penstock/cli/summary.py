@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import orjson
 
 from penstock.cli.output import aligned, clock, counts, percent, reward_text, sparkline
+from penstock.run.shortfalls import read_shortfalls, shortfall_rows
 from penstock.train.stalled import FIRST, LAST
 
 if TYPE_CHECKING:
@@ -115,6 +116,7 @@ def _result_rows(result: TrainingResult) -> list[tuple[str, str]]:
         message, count = max(messages.items(), key=lambda item: item[1])
         reason = shorten(f"{end} ({count}x): {message or 'no message'}", 400, placeholder="…")
         rows += [("", line) for line in wrap(reason, 66, break_long_words=False, subsequent_indent="  ")]
+    rows += shortfall_rows(read_shortfalls(summary.shortfalls))
     rows.append(("seconds", f"{summary.train_seconds:.0f}"))
     if summary.peak_memory_mb is not None:
         rows.append(("memory", f"{summary.peak_memory_mb:,.0f} MB at most"))

@@ -399,6 +399,38 @@ def test_a_template_that_rewrites_history_opens_counted_roots():
     asyncio.run(main())
 
 
+def test_rollouts_that_begin_with_the_same_examples_share_one_rendering(monkeypatch):
+    model, rendered = renderer(), []
+    plain = model.root
+
+    def counted(messages, tools=()):
+        rendered.append(messages)
+        return plain(messages, tools)
+
+    def examples(**details):
+        return USER, {"role": "assistant", "content": "one", **details}, USER
+
+    async def main():
+        engine = ScriptedEngine(["two"] * 6, model.tokenizer)
+        async with workbench(engine, model) as bench:
+            sessions = [await bench.rollout(f"train-{number}") for number in range(4)]
+            for session in sessions[:3]:
+                await chat(bench.http(session.token), *examples())
+            assert len(rendered) == 1
+            assert engine.prompts[0] == engine.prompts[1] == engine.prompts[2]
+            # a reply that differs in what its digest leaves out is another conversation
+            await chat(bench.http(sessions[3].token), *examples(reasoning_content="because"))
+            assert len(rendered) == 2
+            # a later call that starts anew is rendered, and is not kept
+            edited = ({"role": "user", "content": "another"}, *examples())
+            for _ in range(2):
+                await chat(bench.http(sessions[0].token), *edited)
+            assert len(rendered) == 4
+
+    monkeypatch.setattr(model, "root", counted)
+    asyncio.run(main())
+
+
 def test_a_closed_rollout_gets_409_with_its_end():
     async def steps(http, engine, bench, session):
         bench.gateway.close(session.rollout_id)

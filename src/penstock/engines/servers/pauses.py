@@ -35,12 +35,13 @@ POLL_S = 0.5
 
 
 class ServerCall(NamedTuple):
-    """A POST to a server."""
+    """A POST to a server, or a GET if it has no body."""
 
     path: str
-    body: dict[str, Any]
-    answer: str = ""
-    """What the answer must hold to be believed: something else may answer in the server's place."""
+    body: dict[str, Any] | None
+    answer: str | None = ""
+    """What the answer must hold to be believed: something else may answer in the server's place. None believes no answer: the
+    next call of the step asks whether this one had its effect."""
 
 
 RecoverySteps = Sequence[Sequence[ServerCall]]
@@ -53,25 +54,28 @@ class Recovery(NamedTuple):
     key: str = ""
 
     def run(self, *, resume_s: float = RESUME_S, step_s: float = STEP_S, is_settled: Callable[[], bool] = lambda: False) -> bool:
-        """Send the requests; returns whether the server was resumed. Blocks. Steps before the last may fail.
+        """Send the requests; returns whether the server was resumed. Blocks. It ends early once `is_settled`.
 
-        It ends early once `is_settled`.
+        Steps before the last may fail, unless they ask whether they had their effect: what follows would do harm without it.
         """
-        for step in self.steps[:-1]:
-            any(self._post(call, step_s) for call in step)
-        deadline = time.monotonic() + resume_s
-        while not any(self._post(call, min(resume_s, step_s)) for call in self.steps[-1]):
-            if time.monotonic() >= deadline or is_settled():
-                return False
-            time.sleep(RETRY_S)
+        for step in self.steps:
+            last = step is self.steps[-1]
+            deadline = time.monotonic() + resume_s
+            while not any(self._post(call, min(resume_s, step_s) if last else step_s) for call in step):
+                if not last and step[0].answer is not None:
+                    break
+                if time.monotonic() >= deadline or is_settled():
+                    return False
+                time.sleep(RETRY_S)
         return True
 
     def _post(self, call: ServerCall, limit_s: float) -> bool:
         headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {self.key}"} if self.key else {})
-        request = urllib.request.Request(self.url + call.path, json.dumps(call.body).encode(), headers)
+        body = None if call.body is None else json.dumps(call.body).encode()
+        request = urllib.request.Request(self.url + call.path, body, headers)
         try:
             with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=limit_s) as answer:
-                return call.answer.encode() in answer.read()
+                return call.answer is not None and call.answer.encode() in answer.read()
         except (OSError, ValueError, HTTPException):  # an error status, a closed or silent connection, an answer that is none
             return False
 
@@ -177,7 +181,7 @@ def _read_record(path: Path) -> RecoverySteps | None:
 
 
 def _parse_steps(steps: Any) -> list[list[ServerCall]]:
-    return [[ServerCall(str(path), dict(body), str(answer)) for path, body, answer in step] for step in steps]
+    return [[ServerCall(*call) for call in step] for step in steps]
 
 
 # The child process
