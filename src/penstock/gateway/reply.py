@@ -164,7 +164,7 @@ class SampledReply(ReplyBuilder):
         self.full_logprobs += (chunk.full_logprobs or chunk.logprobs)[:used]
         self.behaviour_known = self.behaviour_known and chunk.behaviour_known
         self.versions += chunk.versions[:used]
-        deltas = self._issue(pieces)
+        deltas = self.issue(pieces)
         finish = "stop" if self._text.stopped else chunk.finish
         return deltas if finish is None else [*deltas, *self.end(finish)]
 
@@ -172,9 +172,10 @@ class SampledReply(ReplyBuilder):
         if self.finish is not None:
             return []
         self.finish = finish
-        return self._issue(self._text.finish())
+        return self.issue(self._text.finish())
 
-    def _issue(self, pieces: list[Piece]) -> list[Delta]:
+    def issue(self, pieces: Sequence[Piece]) -> list[Delta]:
+        """Add parsed pieces; returns what the agent sees of them."""
         deltas: list[Delta] = []
         for piece in pieces:
             if isinstance(piece, ToolCall):
