@@ -30,6 +30,7 @@ from penstock.sdk.clients import Clients
 from penstock.sdk.dataset import load_tasks
 from penstock.sdk.discovery import open_agent
 from penstock.sdk.routing import RolloutContext
+from penstock.system.processes import relax_gc
 from penstock.testing import write_tokenizer
 from penstock.train.training_run import open_rollouts
 
@@ -148,6 +149,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.step", description="A step of 32 short rollouts, without the model.")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     options, _ = parser.parse_known_args()
+    relax_gc()  # as `penstock` does
     with tempfile.TemporaryDirectory() as folder:
         found: dict[str, Any] = asyncio.run(measure(Path(folder)))
     if options.json:

@@ -1,4 +1,4 @@
-"""Benchmarks on one GPU: `python -m bench.gpu [--model FOLDER] [--json FILE] [NAME …]`, all of them without a name.
+"""Benchmarks on one GPU: `python -m bench.gpu [--model FOLDER] [--json FILE] [NAME …]`, without a name all but `decode-1.7B`.
 
 Results are printed as they come. While vLLM starts, which takes a minute or two, `learn` makes the runs of which steps alone count.
 """
@@ -18,16 +18,18 @@ from bench.gpu import decode, learn, update
 from penstock.models import resolve
 
 NAMES = ("decode", "learn", "update")
+LARGE = "decode-1.7B"
+"""Runs only where it is named: its vLLM takes two minutes to start."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu")
     parser.add_argument("--model", default="smollm2-135m", help="SmolLM2-135M-Instruct: a folder, or a name that `penstock` knows")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures of each part there as soon as it ends")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(NAMES))
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join((*NAMES, LARGE)))
     options = parser.parse_args()
-    if unknown := sorted({*options.names} - {*NAMES}):
-        raise SystemExit(f"no benchmark {unknown[0]!r}; there are {', '.join(NAMES)}")
+    if unknown := sorted({*options.names} - {*NAMES, LARGE}):
+        raise SystemExit(f"no benchmark {unknown[0]!r}; there are {', '.join((*NAMES, LARGE))}")
     if not torch.cuda.is_available():
         raise SystemExit("no GPU here: these benchmarks need CUDA; `python -m bench` runs on a CPU")
     names, folder, started = options.names or NAMES, resolve(options.model).path, time.perf_counter()
@@ -57,6 +59,8 @@ def main() -> None:
         measure("learn", lambda: learn.main(folder, figures.pop("learn, beside each other", {})))
     if "update" in names:
         measure("update", lambda: update.main(folder))
+    if LARGE in names:
+        measure(LARGE, decode.main_large)
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")
 

@@ -83,6 +83,16 @@ def opened_peers(folder: Path) -> Generator[DecodePeers]:
         yield DecodePeers(*(stack.enter_context(VllmPeer.opened(one)) for one in (folder, shape)))
 
 
+def main_large() -> list[dict[str, Any]]:
+    """The same at the shape of Qwen3-1.7B."""
+    relax_gc()
+    with TemporaryDirectory() as folder:
+        write_config(Path(folder), SHAPES["1.7B"])
+        with VllmPeer.opened(Path(folder)) as peer:
+            rates = compare("Qwen3-1.7B's shape", _random_decoder(SHAPES["1.7B"]), peer, (1, 32, 256))
+    return [rate._asdict() for rate in rates]
+
+
 def main(folder: Path, peers: DecodePeers | None = None) -> list[dict[str, Any]]:
     if peers is None:
         with opened_peers(folder) as peers:

@@ -5,7 +5,8 @@
     ├── DatasetError     a row that cannot be a task                        → exit code 2
     ├── ModelError       a model that cannot be found, fetched or read      → exit code 2
     ├── EngineError      the engine failed; the rollout ends, others go on
-    │   └── EngineBusy   its queue is full; try again later
+    │   ├── EngineBusy   its queue is full; try again later
+    │   └── EngineRefused  it cannot serve this request, whatever is tried; the agent is told
     ├── RenderError      messages that the chat template cannot take        → HTTP 400
     ├── RequestError     a request that a server of ours refuses            → HTTP status and code of its own
     ├── ControllerError  what a controller answered, or that there is none  → a code of its own
@@ -69,6 +70,17 @@ class EngineError(PenstockError):
 class EngineBusy(EngineError):
     """The engine's queue is full."""
 
+    def __init__(self, message: str, *, status: int = 503, retry_after_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.status = status
+        """What a caller is answered: 429 if the engine said so."""
+        self.retry_after_s = retry_after_s
+        """When to try again, as the engine said; 0 if it did not."""
+
+
+class EngineRefused(EngineError):
+    """The engine cannot serve this request as it is."""
+
 
 class RenderError(PenstockError):
     """The messages cannot be rendered for this model."""
@@ -77,11 +89,21 @@ class RenderError(PenstockError):
 class RequestError(PenstockError):
     """A request that a server of ours refuses, with the HTTP status and the code a client can act on."""
 
-    def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request_error", param: str | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        code: str = "invalid_request_error",
+        param: str | None = None,
+        retry_after_s: float = 0.0,
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.code = code
         self.param = param
+        self.retry_after_s = retry_after_s
+        """When the same request may be sent again; 0 if nothing is known."""
 
 
 class ControllerError(PenstockError):

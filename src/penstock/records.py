@@ -67,6 +67,27 @@ class End(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReplyFormat:
+    """JSON that a caller asks for as the whole reply."""
+
+    schema: dict[str, Any] | None = None
+    """JSON schema; None for any object."""
+    name: str = "reply"
+    description: str = ""
+    strict: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplyGrammar:
+    """What a reply may consist of: at each token, those that the grammar does not allow have probability 0."""
+
+    lark: str
+    """The grammar's source, in the Lark form of llguidance. It begins where the reply's tokens begin."""
+    schema: str = ""
+    """The JSON schema that says the same, for servers that take no grammar; empty if none does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """How the engine is to sample one reply."""
 
@@ -81,6 +102,8 @@ class Sampling:
     stop: tuple[str, ...] = ()
     """Strings; the tokens that complete one are kept in the record and cut from the text."""
     seed: int | None = None
+    grammar: ReplyGrammar | None = None
+    """None: every token is allowed."""
 
     @property
     def truncated(self) -> bool:
@@ -134,7 +157,11 @@ class Step:
     logprobs: tuple[float, ...]
     """Of `completion_ids`, under the distribution that they were sampled from; same length."""
     full_logprobs: tuple[float, ...] | None = None
-    """The same under the untempered, untruncated distribution; None where the two are the same, or the engine cannot tell it."""
+    """The same under the untempered, untruncated distribution; None where the two are the same, or the engine cannot tell it.
+
+    Tokens that the grammar does not allow are left out of both."""
+    behaviour_known: bool = True
+    """False: the engine told the plain log-probabilities only, which `logprobs` then holds, not those that it sampled with."""
     versions: tuple[int, ...]
     """Per token: the policy version that the engine served, not the one the caller hoped for."""
     sampling: Sampling
@@ -156,6 +183,11 @@ class Step:
     """Of a reply that an endpoint gave as text: it has no token ids and is never trained. None where tokens are recorded."""
     policy: str = ""
     """The policy that was asked, of those in `[policies.*]`; empty in a run without them."""
+
+    @property
+    def limited(self) -> bool:
+        """Whether its tokens were chosen from a known part of the vocabulary."""
+        return self.sampling.grammar is not None
 
     @property
     def sampled(self) -> int:
@@ -304,7 +336,7 @@ class Sequence:
     trained: tuple[bool, ...]
     """Per token: whether it was sampled and carries credit here. A reply on several paths is trained on one of them."""
     logprobs: tuple[float, ...]
-    """Per token: the engine's, under the distribution sampled from; 0 where not trained."""
+    """Per token: the engine's, under the distribution sampled from; 0 where not trained, infinite: the learner uses its own."""
     temperatures: tuple[float, ...]
     """Per token: that it was sampled at; 1 where not trained."""
     advantages: tuple[float, ...]
@@ -315,6 +347,10 @@ class Sequence:
     """Per token: the policy version that sampled it; -1 where not trained."""
     steps: tuple[int, ...] = field(default=())
     """Per token: the step that sampled it; -1 where not trained."""
+    allowed: tuple[bytes, ...] = ()
+    """Per token: the tokens that it was chosen from, as `engines.embedded.token_sets` packs them; empty if these are all.
+
+    Empty as a whole if no token's choice was limited."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

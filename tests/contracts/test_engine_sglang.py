@@ -85,10 +85,8 @@ def test_the_request_leaves_nothing_to_the_servers_defaults():
 @pytest.mark.parametrize(
     ("server", "sampling", "message"),
     [
-        ({}, Sampling(top_p=0.9), "truncated"),
-        ({}, Sampling(top_k=4), "truncated"),
+        ({}, Sampling(top_p=0.9, temperature=0.5), "truncated"),
         ({}, Sampling(temperature=1e-7), "at least 1e-05"),
-        ({"original": True}, Sampling(temperature=0.5), "SGLANG_RETURN_ORIGINAL_LOGPROB"),
         ({"deterministic": False}, Sampling(seed=3), "--enable-deterministic-inference"),
     ],
 )
@@ -110,6 +108,23 @@ def test_tempered_and_greedy_tokens_have_the_log_probability_that_is_known():
             greedy = await read(engine, PROMPT, Sampling(max_tokens=5, temperature=0.0))
         assert (len(tempered.logprobs), tempered.full_logprobs) == (5, ())
         assert (greedy.logprobs, len(greedy.full_logprobs)) == ((0.0,) * 5, 5)
+
+    run(case())
+
+
+@pytest.mark.parametrize(
+    ("server", "sampling"),
+    [
+        ({}, Sampling(max_tokens=5, top_p=0.9)),
+        ({}, Sampling(max_tokens=5, top_k=4)),
+        ({"original": True}, Sampling(max_tokens=5, temperature=0.5)),
+    ],
+)
+def test_of_a_token_whose_probability_is_not_told_the_plain_one_is_kept(server: dict[str, bool], sampling: Sampling):
+    async def case():
+        async with SglangDouble(**server) as double, sglang(double) as engine:
+            reply = await read(engine, PROMPT, sampling)
+        assert (reply.behaviour_known, len(reply.logprobs), reply.full_logprobs) == (False, 5, reply.logprobs)
 
     run(case())
 

@@ -80,13 +80,9 @@ def test_the_opening_finds_out_what_the_log_probabilities_are_under(processed: b
         async with FakeVllm(processed=processed) as server, opened([server.url]) as engine:
             plain = await read(engine, PROMPT, Sampling(max_tokens=9, seed=1))
             greedy = await read(engine, PROMPT, Sampling(max_tokens=9, seed=1, temperature=0.0))
-            tempered = read(engine, PROMPT, Sampling(max_tokens=9, seed=1, temperature=0.5))
-            if processed:
-                reply = await tempered
-                assert (len(reply.logprobs), reply.full_logprobs) == (9, ())
-            else:
-                with pytest.raises(EngineError, match="--logprobs-mode processed_logprobs"):
-                    await tempered
+            reply = await read(engine, PROMPT, Sampling(max_tokens=9, seed=1, temperature=0.5))
+            assert reply.behaviour_known is processed and plain.behaviour_known and greedy.behaviour_known
+            assert (len(reply.logprobs), reply.full_logprobs) == (9, () if processed else reply.logprobs)
         assert plain.logprobs == plain.full_logprobs
         assert (greedy.logprobs, greedy.full_logprobs) == ((0.0,) * 9, plain.full_logprobs)
 

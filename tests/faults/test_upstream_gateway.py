@@ -73,6 +73,44 @@ def test_tempered_tokens_are_recorded_with_the_one_probability_that_is_known(ren
     run(case())
 
 
+GENERATE = {"prompt_uid": "prompt-xyz", "messages": BODY["messages"], "max_tokens": 12, "temperature": 0.8}
+
+
+def test_generate_at_another_temperature_works_on_a_server_in_its_default_mode(renderer: Renderer):
+    async def case():
+        async with FakeVllm(processed=False) as server, engine_over(server) as engine, workbench(engine, renderer) as bench:
+            session = await bench.rollout()
+            answer = await bench.http(session.token).post("/generate", json=GENERATE)
+            [step] = (await bench.attempt(session)).steps
+            counted = bench.gateway.counts["behaviour_logprob_unknown"]
+        told = answer.json()
+        assert (answer.status_code, len(told["response_ids"]), told["log_probs"], counted) == (200, 12, None, 1)
+        assert (step.behaviour_known, step.full_logprobs) == (False, None)
+        assert told["full_log_probs"] == pytest.approx(step.logprobs)
+
+    run(case())
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/generate"])
+def test_what_an_engine_refuses_is_refused_and_where_it_is_busy_the_caller_is_told_when_to_come_again(
+    renderer: Renderer, path: str
+):
+    async def case():
+        acts = [Act(status=400, words="seed must be smaller"), Act(status=429, headers={"retry-after": "7"}, words="queue full")]
+        policy, body = RetryPolicy(retries=0), BODY if path.startswith("/v1") else GENERATE
+        async with (
+            FakeVllm(acts) as server,
+            engine_over(server, policy=policy) as engine,
+            workbench(engine, renderer) as bench,
+        ):
+            http = bench.http((await bench.rollout()).token)
+            refused, busy = await http.post(path, json=body), await http.post(path, json=body)
+        assert (refused.status_code, refused.headers.get("retry-after")) == (400, None) and "seed must be smaller" in refused.text
+        assert (busy.status_code, busy.headers["retry-after"]) == (429, "7") and "queue full" in busy.text
+
+    run(case())
+
+
 def test_an_agent_that_hangs_up_frees_the_server_within_a_second(renderer: Renderer):
     async def case():
         server = FakeVllm([Act(stall_after=3)])

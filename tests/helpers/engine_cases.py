@@ -107,6 +107,7 @@ def joined(chunks: Sequence[SampledChunk]) -> SampledChunk:
         full_logprobs=tuple(x for chunk in chunks for x in chunk.full_logprobs),
         versions=tuple(v for chunk in chunks for v in chunk.versions),
         finish=chunks[-1].finish if chunks else None,
+        behaviour_known=all(chunk.behaviour_known for chunk in chunks),
     )
 
 

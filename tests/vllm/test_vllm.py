@@ -15,7 +15,6 @@ from penstock.engines.base import Engine, SampledChunk
 from penstock.engines.embedded.decoder import causal
 from penstock.engines.embedded.engine import EmbeddedEngine
 from penstock.engines.servers.vllm import VllmSection
-from penstock.errors import EngineError
 from penstock.models.cache import ModelFolder
 from penstock.models.pull import resolve
 from penstock.records import Sampling
@@ -59,15 +58,14 @@ def test_sampled_tokens_have_the_probabilities_that_the_embedded_engine_gives_th
     compare(case, server, model)
 
 
-def test_tempered_tokens_are_drawn_from_a_processed_server_alone(server: str, model: ModelFolder, request: pytest.FixtureRequest):
+def test_of_tempered_tokens_is_told_which_log_probability_is_known(server: str, model: ModelFolder, request: pytest.FixtureRequest):
     async def case(vllm: Engine, embedded: EmbeddedEngine, prompt: list[int]) -> None:
-        tempered = read(vllm, prompt, Sampling(max_tokens=8, seed=3, temperature=0.7))
-        if request.node.callspec.params["server"] == "processed_logprobs":
-            reply = await tempered
-            assert (len(reply.logprobs), reply.full_logprobs) == (8, ())
-        else:
-            with pytest.raises(EngineError, match="processed_logprobs"):
-                await tempered
+        reply = await read(vllm, prompt, Sampling(max_tokens=8, seed=3, temperature=0.7))
+        processed = request.node.callspec.params["server"] == "processed_logprobs"
+        assert (len(reply.logprobs), reply.behaviour_known) == (8, processed)
+        assert reply.full_logprobs == (() if processed else reply.logprobs)
+        if not processed:
+            assert reply.logprobs == pytest.approx(scores(embedded, prompt, reply.ids), abs=CLOSE)
 
     compare(case, server, model)
 

@@ -1,18 +1,19 @@
 """Renderer of one model: messages to prompt ids, and sampled ids to text, reasoning and tool calls."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from penstock.chat.bridge import PROBE_TOOLS, PROBE_USER, Bridge
+from penstock.chat.grammars import GrammarWriter
 from penstock.chat.parsers import TOOL_FORMATS
 from penstock.chat.parsers.base import ParseOptions, ReplyParser, ToolFormat, close_reasoning, find_reasoning_tags, opens_reasoning
 from penstock.chat.parsers.hermes import Hermes
 from penstock.chat.templates import ChatTemplate, Tool, has_reasoning, simpler_forms
 from penstock.chat.tokenizer import TextDecoder, Tokenizer
 from penstock.errors import ModelError, RenderError
-from penstock.records import Message
+from penstock.records import Message, ReplyFormat, ReplyGrammar
 
 PROMPT_TAIL_TOKENS = 16
 """Tokens at a prompt's end that are decoded to see whether it opens reasoning; even a tag spelled in bytes has fewer."""
@@ -34,11 +35,12 @@ class Renderer:
     If the template renders tools in a known format, that is used; any other model gets tools in the Hermes format.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, options: Mapping[str, Any] | None = None) -> None:
+        """`options` are further variables of the template, such as `enable_thinking`."""
         if not tokenizer.template:
             raise ModelError("the model has no chat template; add chat_template.jinja to its folder")
         self.tokenizer = tokenizer
-        self.template = ChatTemplate(tokenizer.template, tokenizer.named)
+        self.template = ChatTemplate(tokenizer.template, {**tokenizer.named, **(options or {})})
         self._hermes = Hermes()
         self._takes_system = self._renders([{"role": "system", "content": "Be brief."}, PROBE_USER])
         native = self._native_format()
@@ -52,6 +54,8 @@ class Renderer:
         self.stop_ids = self._find_stop_ids()
         """Ids that end a reply."""
         self._hidden_ids = self._find_hidden_ids()
+        added = tokenizer.core.get_added_tokens_decoder()
+        self.grammars = GrammarWriter(self._format, self._tags, [(token.content, i) for i, token in added.items()])
 
     @classmethod
     def load(cls, folder: Path) -> "Renderer":
@@ -109,6 +113,21 @@ class Renderer:
         close = close_reasoning(self._tags) if self._tags and self._opens_reasoning(prompt) else ""
         shielded = begin(self.tokenizer.shield(name))
         return RenderedPrompt(tuple(self.tokenizer.encode(f"{close}{shielded}")), f"{close}{begin(name)}")
+
+    def begin_text(self, text: str, *, prompt: Sequence[int] | None = None) -> RenderedPrompt:
+        """The beginning of a reply that must continue `text`; reasoning that the prompt opens is closed before it."""
+        close = close_reasoning(self._tags) if self._tags and self._opens_reasoning(prompt) else ""
+        return RenderedPrompt(tuple(self.tokenizer.encode(f"{close}{self.tokenizer.shield(text)}")), text)
+
+    def reply_grammar(
+        self, form: ReplyFormat, tools: Sequence[Tool], strict: frozenset[str], *, prompt: Sequence[int]
+    ) -> ReplyGrammar:
+        """The grammar of a reply that is JSON; see `GrammarWriter.reply`."""
+        return self.grammars.reply(form, tools, strict, thinking=self._opens_reasoning(prompt))
+
+    def text_grammar(self, tools: Sequence[Tool], strict: frozenset[str], *, prompt: Sequence[int]) -> ReplyGrammar | None:
+        """The grammar of text with calls; see `GrammarWriter.free_text`."""
+        return self.grammars.free_text(tools, strict, thinking=self._opens_reasoning(prompt))
 
     def parser(self, *, calls: bool, eager: bool, tools: Sequence[Tool] = (), prompt: Sequence[int] | None = None) -> ReplyParser:
         """A parser for one reply; see `ParseOptions`. `prompt` shows whether the reply begins inside reasoning."""

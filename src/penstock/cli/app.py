@@ -19,6 +19,7 @@ from penstock.cli import (
     doctor,
     evaluate,
     gateway,
+    grader,
     models,
     pool,
     quickstart,
@@ -94,6 +95,7 @@ app.add_typer(rollout.app, name="rollout")
 app.command("report")(report.report)
 app.command("view")(view.view)
 app.command("verify")(verify.verify)
+app.add_typer(grader.app, name="grader")
 app.add_typer(pool.app, name="pool")
 app.add_typer(datasets.app, name="dataset")
 app.add_typer(models.app, name="model")

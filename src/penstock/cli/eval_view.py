@@ -15,6 +15,7 @@ from rich.text import Text
 
 from penstock.cli.output import NOTICES, PlainLine, aligned, clock, counts, misreported_text, plain_text, reward_text
 from penstock.cli.progress import RunningRollouts, pace_text
+from penstock.run.shortfalls import shortfall_rows
 
 if TYPE_CHECKING:
     from penstock.evals.compare import Comparison
@@ -164,6 +165,7 @@ def as_text(found: "Evaluation", page: Path | None, train: str) -> str:
     for end, messages in own.reasons.items():
         message, count = max(messages.items(), key=lambda item: item[1])
         rows.append(("", shorten(f"{end} ({count}x): {message or 'no message'}", 160, placeholder="…")))
+    rows += shortfall_rows(own.shortfalls)
     rows += _spent(own.spent)
     rows += [("", ""), ("folder", found.folder)]
     rows += [("report", str(page))] if page else []
@@ -184,7 +186,7 @@ def regrade_text(own: "EvalOutcome", before: Path, folder: Path) -> str:
         *_components(own),
         *((f"pass@{k}", _estimate(value)) for k, value in own.passes.items()),
     ]
-    rows += [("rollouts", f"{own.rollouts:,}: {counts(own.ends)}"), ("folder", str(folder))]
+    rows += [("rollouts", f"{own.rollouts:,}: {counts(own.ends)}"), *shortfall_rows(own.shortfalls), ("folder", str(folder))]
     rows.append(("next", f"penstock eval compare {before} {folder}"))
     return f"\n{aligned(rows)}\n"
 
@@ -263,6 +265,8 @@ def _outcome(own: "EvalOutcome") -> list[PlainLine]:
     lines += [_estimate_lines("reward", own.reward), *(_estimate_lines(f"pass@{k}", value) for k, value in own.passes.items())]
     lines += [_estimate_lines(f"component.{name}", value) for name, value in own.components.items()]
     lines += [PlainLine(f"end.{end}", count) for end, count in own.ends.items()]
+    for kind, each in own.shortfalls.items():
+        lines += [PlainLine(kind, each.count), PlainLine(f"{kind}.reason", each.reason)]
     return [*lines, *_spent_lines(own.spent)]
 
 

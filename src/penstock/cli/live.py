@@ -18,6 +18,7 @@ from rich.text import Text
 from penstock.cli.output import NOTICES, clock, counts, misreported_text, percent, rate, reward_text, sparkline
 from penstock.cli.progress import RunningRollouts, pace_text
 from penstock.run.folder import RunFolder, component_values
+from penstock.run.shortfalls import read_shortfalls
 
 REPLIES_EVERY = 5
 """Steps from one line with examples of replies to the next, where there is no terminal."""
@@ -329,13 +330,20 @@ def _step_line(fields: dict[str, Any], state: RunState) -> str:
         if not policy["frozen"] and policy["reward"] is not None
     )
     own += "".join(f"  {name} {reward_text(mean)}" for name, mean in component_values(fields).items())
-    failed = fields["rollouts"] - fields["ends"].get("completed", 0)
-    own += f"  ({failed} of {fields['rollouts']} rollouts failed)" if failed else ""
+    own += _shortfall_note(fields)
     line = f"step {done}  reward {reward_text(fields['reward'])}{own}  {groups}  exact {exact}  {speed} tok/s  {spark}"
     if state.left_s is not None and fields["step"] < state.steps:
         line += f"  {state.pace}, about {clock(state.left_s)} left"
     shown = state.replies if fields["step"] % REPLIES_EVERY == 1 else {}
     return "\n".join([line, *(f"  {name} reply, {text}" for name, text in _replies(shown))])
+
+
+def _shortfall_note(fields: dict[str, Any]) -> str:
+    """How many rollouts failed and were not graded, with the commonest reason; the reward is the mean of the others alone."""
+    found = read_shortfalls(fields.get("shortfalls"))
+    short = [(kind, found[kind]) for kind in ("failed", "ungraded") if kind in found and found[kind].count]
+    notes = [f"{each.count} of {fields['rollouts']} rollouts {kind}: {each.reason}" for kind, each in short]
+    return f"  ({'; '.join(notes)})" if notes else ""
 
 
 def _replies(replies: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import orjson
 
 from penstock.cli.output import PlainLine, aligned, clock, counts, percent, plain_text, reward_text, sparkline
+from penstock.run.shortfalls import read_shortfalls, shortfall_rows
 from penstock.train.stalled import FIRST, LAST
 
 if TYPE_CHECKING:
@@ -129,6 +130,7 @@ def _result_rows(result: TrainingResult) -> list[tuple[str, str]]:
         message, count = max(messages.items(), key=lambda item: item[1])
         reason = shorten(f"{end} ({count}x): {message or 'no message'}", 400, placeholder="…")
         rows += [("", line) for line in wrap(reason, 66, break_long_words=False, subsequent_indent="  ")]
+    rows += shortfall_rows(read_shortfalls(summary.shortfalls))
     rows.append(("seconds", f"{summary.train_seconds:.0f}"))
     if summary.peak_memory_mb is not None:
         rows.append(("memory", f"{summary.peak_memory_mb:,.0f} MB at most"))
@@ -138,6 +140,9 @@ def _result_rows(result: TrainingResult) -> list[tuple[str, str]]:
 def _exact_rows(summary: "Summary") -> list[tuple[str, str]]:
     unhashed = f", {summary.unhashed_tokens:,} without a digest of their context" if summary.unhashed_tokens else ""
     rows = [("exact", f"{percent(summary.exact_token_rate)} of {summary.sampled_tokens:,} sampled tokens{unhashed}")]
+    if summary.behaviour_unknown_tokens:
+        fate = f"{summary.recomputed_tokens:,} trained with the trainer's own" if summary.recomputed_tokens else "none trained"
+        rows.append(("unknown", f"behaviour log-probability of {summary.behaviour_unknown_tokens:,} sampled tokens: {fate}"))
     masked = {reason: count for reason, count in summary.masked.items() if reason != "zero_advantage"}  # that is no fault
     named = [("not exact", "tokens: ", summary.inexact), ("masked", "steps: ", masked), ("breaks", "", summary.breaks)]
     named += [("dropped", "groups: ", summary.dropped), ("not done", "calls: ", summary.notices)]

@@ -63,6 +63,7 @@ def run_training(
 ) -> None:
     """Train, show the progress, and print the summary."""
     from penstock.cli.live import LiveView, RunState
+    from penstock.run.grader_attack import warn_of_holes
     from penstock.run.inputs import read_inputs
     from penstock.train import REGISTRIES
 
@@ -71,6 +72,7 @@ def run_training(
         # what the author's code prints is not a result: it goes to stderr, like progress
         with contextlib.redirect_stdout(sys.stderr), view:
             inputs = read_inputs(config, view, registries=REGISTRIES)
+            warn_of_holes(config, inputs, view)
             summary = asyncio.run(_train(config, inputs, view, fresh=fresh, allow_code_change=allow_code_change))
     except asyncio.CancelledError:
         warn(f"quit; to go on: {resume.command}")

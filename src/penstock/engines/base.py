@@ -21,6 +21,8 @@ class SampledChunk:
     """Under the plain softmax of the logits; empty if they differ from `logprobs` and the engine does not know them."""
     versions: tuple[int, ...]
     finish: Finish | None = None
+    behaviour_known: bool = True
+    """False: `logprobs` are under the plain softmax too, which is all that the engine tells of a tempered or truncated token."""
 
 
 class Engine(Protocol):

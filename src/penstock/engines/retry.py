@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from penstock.engines.fleet import MAX_FAILURES, PROBE_EVERY_S, EngineServer, Fleet, RoutedRequest, ServerCheck
-from penstock.errors import EngineBusy, EngineError
+from penstock.errors import EngineBusy, EngineError, EngineRefused
 from penstock.http.client import EventReader, HttpClient, RequestTimeouts, UpstreamError
 
 T = TypeVar("T")
@@ -201,5 +201,8 @@ class FleetClient:
         where = f"rollout {rollout_id}: " if rollout_id else ""
         attempts = f"; given up after {state.attempts} attempts" if state.attempts > 1 else ""
         if error.kind == "busy":
-            return EngineBusy(f"{where}{error}{attempts}; try again later, or give engine.url more addresses")
+            text = f"{where}{error}{attempts}; try again later, or give engine.url more addresses"
+            return EngineBusy(text, status=429 if error.status == 429 else 503, retry_after_s=error.retry_after_s)
+        if error.kind == "refused":
+            return EngineRefused(f"{where}{error}{attempts}")
         return EngineError(f"{where}{error}{attempts}")

@@ -7,7 +7,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from penstock.errors import EngineError, PenstockError, boundary
@@ -21,7 +21,7 @@ from penstock.gateway.reply import Delta, ReplyBuilder, deltas_of
 from penstock.gateway.session import Session, SessionHistory
 from penstock.gateway.sources import ReplySource
 from penstock.pool.base import Pool
-from penstock.records import NO_LIMIT, Sampling, Step
+from penstock.records import NO_LIMIT, ReplyGrammar, Sampling, Step
 from penstock.system.async_tools import finish_shielded
 from penstock.system.redaction import Redactor
 
@@ -88,10 +88,13 @@ class CallPipeline:
         self, session: Session, caller: Caller, call: ModelCall, writer: ResponseWriter, response: PendingResponse
     ) -> None:
         """Answer one call. A retry whose answer is already recorded gets the recorded answer."""
-        for name in call.ignored:
+        for name in self._source(call).unmet(call):
             self.count(f"ignored:{name}")
         prompt = await self._prompt(session, caller, call)
-        samplings = self._samplings(call, session.sampling, prompt)
+        for kind in prompt.omitted:
+            self.count(f"placeholder:{kind}")
+        constrained = await self._constrain(call, prompt)
+        samplings = self._samplings(call, session.sampling, prompt, constrained)
         context = CallContext(session, caller, call, prompt, writer, response)
         steps = (await session.graph(self._pool)).find_answer(response.request, call.choices) if caller.is_retry else None
         if steps is not None:
@@ -126,8 +129,19 @@ class CallPipeline:
         if counts[name] == 1:
             self._events.emit("gateway.notice", name=name)
 
-    def _samplings(self, call: ModelCall, defaults: Sampling, prompt: Prompt) -> list[Sampling]:
+    async def _constrain(self, call: ModelCall, prompt: Prompt) -> ReplyGrammar | None:
+        """The grammar of the reply. Compiling a large schema takes up to a second, hence the thread."""
+        if call.format is None and call.forced is None and not call.strict:
+            return None
+        grammar, ignored = await asyncio.to_thread(self._source(call).grammar, call, prompt)
+        for name in ignored:
+            self.count(f"ignored:{name}")
+        return grammar
+
+    def _samplings(self, call: ModelCall, defaults: Sampling, prompt: Prompt, grammar: ReplyGrammar | None) -> list[Sampling]:
         """The sampling of each choice, capped by the run's `max_tokens` and by the source."""
+        if grammar is not None:
+            call = replace(call, sampling=replace(call.sampling, grammar=grammar))
         samplings = self._source(call).samplings(call, defaults.max_tokens, prompt)
         if samplings[0].max_tokens < call.sampling.max_tokens < NO_LIMIT:
             self.count("capped:max_tokens")
@@ -216,8 +230,12 @@ class CallPipeline:
             summary.sampled_tokens += reply.usage.completion_tokens
             if not reply.usage.completion_tokens:
                 self.count("usage_not_told")
+        if not reply.behaviour_known:
+            self.count("behaviour_logprob_unknown")
         if reply.finish == "length":
             self.count("finish:length")
+        if reply.is_cut:
+            self.count("cut:parallel_tool_calls")
         step = await self._recorder.record(context.session, context.prompt, reply, metadata)
         summary.steps.append(step)
         return step

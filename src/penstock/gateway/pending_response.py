@@ -7,6 +7,7 @@ responses stay in the cache for a while, so that a later retry gets the same byt
 import asyncio
 import time
 from collections import OrderedDict
+from math import ceil
 from typing import NamedTuple
 
 import orjson
@@ -29,7 +30,14 @@ STREAM_START: AsgiMessage = {
 }
 RETRYABLE_STATUSES = (429, 502, 503)
 """After these the same call may be sent again, in `RETRY_AFTER_S`."""
-RETRY_AFTER_S = b"1"
+RETRY_AFTER_S = 1
+
+
+def retry_after(error: RequestError) -> bytes:
+    """The value of Retry-After, in whole seconds."""
+    return b"%d" % max(RETRY_AFTER_S, ceil(error.retry_after_s))
+
+
 MAX_CACHED_BYTES = 32 << 20
 """Of complete responses."""
 
@@ -84,7 +92,7 @@ class PendingResponse:
         retryable = error.status in RETRYABLE_STATUSES
         headers = (JSON_TYPE, (b"x-should-retry", b"true" if retryable else b"false"))
         body = orjson.dumps(self._dialect.error(error))
-        await self.send_body(error.status, body, (*headers, (b"retry-after", RETRY_AFTER_S)) if retryable else headers)
+        await self.send_body(error.status, body, (*headers, (b"retry-after", retry_after(error))) if retryable else headers)
 
     @property
     def status(self) -> str:

@@ -56,7 +56,7 @@ class ContextBound:
 
 
 class RootCache:
-    """Caches the tokens of roots by chain digest: all rollouts of a group start with the same one."""
+    """Caches the tokens of roots: all rollouts of a group start with the same one."""
 
     def __init__(self, renderer: Renderer, bound: ContextBound, max_tokens: int = MAX_ROOT_TOKENS) -> None:
         self._renderer = renderer
@@ -64,20 +64,34 @@ class RootCache:
         self._left = max_tokens
         self._known = OrderedDict[str, tuple[int, ...]]()
 
-    async def render(self, call: ModelCall, chain: str) -> tuple[int, ...]:
-        """Token ids of the call's whole conversation. Only conversations without replies are cached: the digest of a reply leaves
-        out details that a template may render."""
-        known = self._known.get(chain)
+    async def render(self, call: ModelCall, chain: str, *, first: bool) -> tuple[int, ...]:
+        """Token ids of the call's whole conversation; `first`: the rollout has made no call before.
+
+        Conversations without replies are cached by their chain. The chain leaves out details of replies that a template may
+        render: where a rollout's first call has some, such as worked examples, all of it is the key.
+        """
+        key = chain
+        if any(message["role"] not in ("system", "user") for message in call.messages):
+            key = _whole_digest(call) if first else ""
+        known = self._known.get(key)
         if known is not None:
             return known
         texts = [*_texts(call.messages), *([orjson.dumps(call.tools).decode()] if call.tools else [])]
         ids = await _render(texts, self._bound, lambda: self._renderer.root(call.messages, call.tools))
-        if all(message["role"] in ("system", "user") for message in call.messages) and chain not in self._known:
-            self._known[chain] = ids
+        if key and key not in self._known:
+            self._known[key] = ids
             self._left -= len(ids)
             while self._left < 0:
                 self._left += len(self._known.popitem(last=False)[1])
         return ids
+
+
+def _whole_digest(call: ModelCall) -> str:
+    """A digest of all that a template may render; empty if it cannot be taken."""
+    try:
+        return blake2b(orjson.dumps((call.messages, call.tools)), digest_size=16).hexdigest()
+    except TypeError:  # an integer beyond 64 bits
+        return ""
 
 
 async def make_prompt(
@@ -87,6 +101,12 @@ async def make_prompt(
     if call.raw is not None:
         return await _make_raw(graph, renderer, bound, call.raw, call.policy)
     prompt = await _make_templated(graph, renderer, roots, bound, call, chains)
+    if call.prefill and call.forced is not None:
+        text = "a reply that the caller has begun cannot begin with a tool call; leave out tool_choice or the last message"
+        raise RequestError(text, code="invalid_value", param="tool_choice")
+    if call.prefill:
+        ids, _ = renderer.begin_text(call.prefill, prompt=prompt.ids)
+        return replace(prompt, ids=prompt.ids.then(ids), added=prompt.added + ids)
     return prompt if call.forced is None else _force_call(prompt, renderer, call.forced)
 
 
@@ -107,7 +127,7 @@ async def _make_templated(
             ids = graph.context(match.step).then(added)
             return Prompt(ids=ids, parent=match.step, added=added, messages=new, tools=(), chain=match.chain, reason=reason)
         reason = reason or TEMPLATE_REWRITES
-    root = await roots.render(call, match.chain)
+    root = await roots.render(call, match.chain, first=not graph.steps)
     ids, tools = TokenPath(root), call.tools
     return Prompt(ids=ids, parent=None, added=root, messages=messages, tools=tools, chain=match.chain, reason=reason)
 

@@ -362,7 +362,8 @@ def _prompt_sizes(attempt: Attempt) -> dict[int, int]:
 
 
 def _ids(graph: TokenGraph, step: Step) -> dict[str, Any]:
-    return {"prompt_ids": graph.prompt(step.node), "response_ids": step.completion_ids, "rollout_log_probs": step.logprobs}
+    known = step.logprobs if step.behaviour_known else None
+    return {"prompt_ids": graph.prompt(step.node), "response_ids": step.completion_ids, "rollout_log_probs": known}
 
 
 def _step(step: Step, mark: Mark, *, out: bool) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from penstock.errors import PenstockError, RequestError
 from penstock.gateway.auth import Access, GatewayTokens
 from penstock.gateway.dialects.chat import error_body
 from penstock.gateway.model_routes import PROMPT_UID, as_request_error
-from penstock.gateway.pending_response import RETRY_AFTER_S, RETRYABLE_STATUSES
+from penstock.gateway.pending_response import RETRYABLE_STATUSES, retry_after
 from penstock.http.asgi import header
 from penstock.http.listen import host_name
 
@@ -72,7 +72,7 @@ class Routes:
             refusal = as_request_error(error)
             self._refused[refusal.code] += 1
             body = (route.error if route else error_body)(refusal)
-            retry_header = {"retry-after": RETRY_AFTER_S.decode()} if refusal.status in RETRYABLE_STATUSES else None
+            retry_header = {"retry-after": retry_after(refusal).decode()} if refusal.status in RETRYABLE_STATUSES else None
             await json_response(body, refusal.status, retry_header)(scope, receive, send)
 
     def _check_host(self, scope: Scope) -> None:

@@ -209,7 +209,10 @@ class HttpClient:
         except UpstreamError as error:
             if str(error).startswith(url):
                 raise
-            raise UpstreamError(f"{url} {self._quote(str(error))}", kind=error.kind, status=error.status) from error
+            wait_s = error.retry_after_s
+            raise UpstreamError(
+                f"{url} {self._quote(str(error))}", kind=error.kind, retry_after_s=wait_s, status=error.status
+            ) from error
 
     def _quote(self, text: str | bytes) -> str:
         """Return a server's text on one line, shortened, without our key or anything like a key."""

@@ -10,6 +10,7 @@ import logging
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import compress, groupby
+from math import inf
 from pathlib import Path
 from typing import Any, Protocol, Self, cast
 
@@ -84,7 +85,7 @@ def score_lines(batch: Batch, result: UpdateResult, policy: str = "") -> Iterato
 
 
 def _line(sequence: Sequence, logprobs: list[float], entropy: list[float], policy: str) -> dict[str, Any]:
-    gap = [new - old for new, old in zip(logprobs, sequence.logprobs, strict=True)]
+    gap = [0.0 if old == inf else new - old for new, old in zip(logprobs, sequence.logprobs, strict=True)]
     runs = groupby(compress(sequence.advantages, sequence.trained))
     return {
         "rollout_id": sequence.rollout_id,

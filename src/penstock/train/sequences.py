@@ -6,7 +6,7 @@ from the ids in the token graph, which training uses. A step whose digests diffe
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -15,6 +15,8 @@ from penstock.errors import TrainError
 from penstock.records import Attempt, Group, Node, Sequence, Step
 from penstock.train.advantages.base import Credit, credit_by_step
 
+BEHAVIOUR_UNKNOWN = "behaviour_unknown"
+"""Why a step is masked whose engine did not tell the probabilities that it sampled with; see `train.unknown_logprobs`."""
 LARGEST_ID = 2**31 - 1
 """Ids are stored and hashed as int32."""
 
@@ -80,6 +82,11 @@ def exactness(*attempts: Attempt) -> Exactness:
 def sampled_tokens(step: Step) -> int:
     """Returns the length of the longest column, as a flawed record may have lost tokens in the others."""
     return max(len(step.completion_ids), len(step.logprobs), len(step.versions))
+
+
+def behaviour_unknown_tokens(*attempts: Attempt) -> int:
+    """Counts the sampled tokens whose engine did not tell the probabilities that it sampled with."""
+    return sum(len(step.completion_ids) for attempt in attempts for step in attempt.steps if not step.behaviour_known)
 
 
 def breaks(*attempts: Attempt) -> Counter[str]:
@@ -161,17 +168,33 @@ def _difference(step: Step, digest: str, *, flawed: bool) -> str | None:
     return "context_flawed" if flawed else None
 
 
+class ReplayedStep(NamedTuple):
+    """What the tokens of a step were chosen from."""
+
+    allowed: tuple[bytes, ...] = ()
+    """Per token: see `Sequence.allowed`."""
+    problem: str | None = None
+    """Why that is not known."""
+
+
 class SequencesResult(NamedTuple):
     """The sequences of a group, with counts of what was used and what was left out."""
 
     sequences: list[Sequence]
     counts: Counter[str]
     """`rollouts` in the mean of the loss, trained `tokens`, `groups_equal` (all advantages are 0), `groups_ungraded`,
-    rollouts that are `ungraded` or `curated` out, and steps `masked.<reason>`. Counters of several groups can be added."""
+    rollouts that are `ungraded` or `curated` out, `recomputed_tokens` (see `sequences`), and steps `masked.<reason>`. Counters of
+    several groups can be added."""
 
 
 def sequences(
-    group: Group, advantages: Iterable[Credit], *, divisor: float | None = None, without_credit: bool = False
+    group: Group,
+    advantages: Iterable[Credit],
+    *,
+    divisor: float | None = None,
+    without_credit: bool = False,
+    recompute: bool = False,
+    replay: Callable[[Step], ReplayedStep] | None = None,
 ) -> SequencesResult:
     """Returns one sequence per path with trained tokens, of each graded rollout's graph, cut after the last of them.
 
@@ -179,6 +202,10 @@ def sequences(
     All tokens of a rollout have the same weight: 1 / `divisor` or, without one, 1 / (its tokens that can be trained), so that
     every rollout counts the same. If all advantages are 0, the group adds no sequences and no rollouts to the mean of the loss,
     unless `without_credit`, which keeps tokens whose credit is 0, as they get another one later.
+
+    A step whose engine did not tell with which probability it sampled is masked or, with `recompute`, trained with infinity in
+    place of its log-probabilities: the learner puts in its own. A step whose tokens were not chosen from all is masked, unless
+    `replay` knows what they were chosen from.
     """
     credit = list(advantages)
     if len(credit) != len(group.graded):
@@ -193,10 +220,24 @@ def sequences(
     counts["rollouts"] = len(credit)
     made: list[Sequence] = []
     for attempt, each in zip(group.graded, by_step, strict=True):
-        part = _of_attempt(attempt, each, divisor, without_credit)
+        reasons = step_masks(attempt, graph := read_graph(attempt), each, without_credit=without_credit, recompute=recompute)
+        allowed = _replayed(graph, reasons, replay)
+        part = _of_attempt(attempt, graph, reasons, each, divisor, allowed)
         made += part.sequences
         counts += part.counts
     return SequencesResult(made, counts)
+
+
+def _replayed(
+    graph: Graph, reasons: dict[int, str | None], replay: Callable[[Step], ReplayedStep] | None
+) -> dict[int, tuple[bytes, ...]]:
+    """Returns what the tokens of each step were chosen from, where not from all; where that is not known, `reasons` gets why."""
+    allowed: dict[int, tuple[bytes, ...]] = {}
+    for index, step in graph.steps.items():
+        if reasons[index] is None and step.limited:
+            found = ReplayedStep(problem="constrained") if replay is None else replay(step)
+            allowed[index], reasons[index] = found.allowed, found.problem
+    return allowed
 
 
 def _any_number(credit: list[Credit]) -> bool:
@@ -212,13 +253,21 @@ def _checked_credit(group: Group, attempt: Attempt, credit: Credit) -> dict[int,
     return by_step
 
 
-def _of_attempt(attempt: Attempt, advantages: Mapping[int, float], divisor: float | None, without_credit: bool) -> SequencesResult:
-    graph = read_graph(attempt)
+def _of_attempt(
+    attempt: Attempt,
+    graph: Graph,
+    reasons: Mapping[int, str | None],
+    advantages: Mapping[int, float],
+    divisor: float | None,
+    allowed: Mapping[int, tuple[bytes, ...]],
+) -> SequencesResult:
+    """Returns the sequences of one rollout; `reasons` are its `step_masks`."""
     qualities = _qualities(attempt)
-    reasons = step_masks(attempt, graph, advantages, without_credit=without_credit)
     counts = Counter(f"masked.{reason}" for reason in reasons.values() if reason)
     left = {index for index, reason in reasons.items() if reason is None}
     counts["tokens"] = sum(len(graph.steps[index].completion_ids) for index in left)
+    unknown = [graph.steps[index] for index in left if not graph.steps[index].behaviour_known]
+    counts += Counter({"recomputed_tokens": sum(len(step.completion_ids) for step in unknown)})
     # Steps without credit count too, or the rest of the rollout would weigh more for them.
     size = sum(len(graph.steps[index].completion_ids) for index, reason in reasons.items() if reason in (None, "zero_advantage"))
     weight = 1.0 / (divisor or size or 1)
@@ -227,23 +276,26 @@ def _of_attempt(attempt: Attempt, advantages: Mapping[int, float], divisor: floa
         if mine := left.intersection(path):
             left -= mine
             credit = {index: advantages[index] * qualities[index] for index in mine}
-            made.append(_sequence(attempt, graph, path, credit, weight=weight))
+            made.append(_sequence(attempt, graph, path, credit, weight=weight, allowed=allowed))
     return SequencesResult(made, counts)
 
 
-def step_masks(attempt: Attempt, graph: Graph, credit: Credit, *, without_credit: bool = False) -> dict[int, str | None]:
+def step_masks(
+    attempt: Attempt, graph: Graph, credit: Credit, *, without_credit: bool = False, recompute: bool = False
+) -> dict[int, str | None]:
     """Returns, for each step of a graded rollout, why its tokens are not trained; None if they are."""
     qualities, advantages = _qualities(attempt), credit_by_step(attempt, credit)
     return {
-        index: _mask(step, 1.0 if without_credit else advantages[index], graph, qualities[index])
+        index: _mask(step, 1.0 if without_credit else advantages[index], graph, qualities[index], recompute=recompute)
         for index, step in graph.steps.items()
     }
 
 
-def _mask(step: Step, advantage: float, graph: Graph, quality: float) -> str | None:
+def _mask(step: Step, advantage: float, graph: Graph, quality: float, *, recompute: bool) -> str | None:
     """Returns why a step's tokens are not trained, or None if they are."""
     without_credit = "zero_advantage" if not advantage else None if quality else "curated"
-    return why_untrainable(step, graph) or without_credit
+    unknown = None if step.behaviour_known or recompute else BEHAVIOUR_UNKNOWN
+    return why_untrainable(step, graph) or without_credit or unknown
 
 
 def _qualities(attempt: Attempt) -> dict[int, float]:
@@ -254,7 +306,15 @@ def _qualities(attempt: Attempt) -> dict[int, float]:
     return {step.index: whole * own.get(step.index, 1.0) for step in attempt.steps}
 
 
-def _sequence(attempt: Attempt, graph: Graph, path: list[int], credit: dict[int, float], *, weight: float) -> Sequence:
+def _sequence(
+    attempt: Attempt,
+    graph: Graph,
+    path: list[int],
+    credit: dict[int, float],
+    *,
+    weight: float,
+    allowed: Mapping[int, tuple[bytes, ...]],
+) -> Sequence:
     """Returns the path up to its last step in `credit`, which maps steps to the advantage of their tokens."""
     last = max(place for place, index in enumerate(path) if index in credit)
     ids: list[int] = []
@@ -267,11 +327,15 @@ def _sequence(attempt: Attempt, graph: Graph, path: list[int], credit: dict[int,
         ids += step.completion_ids
     trained, logprobs, versions = [False] * len(ids), [0.0] * len(ids), [-1] * len(ids)
     temperatures, advantages, steps = [1.0] * len(ids), [0.0] * len(ids), [-1] * len(ids)
+    limits = [b""] * len(ids) if any(step.index in allowed for _, step in credited) else []
     for reply, step in credited:
         size = len(step.completion_ids)
         steps[reply] = [step.index] * size
-        trained[reply], logprobs[reply], versions[reply] = [True] * size, step.logprobs, step.versions
+        behaviour = step.logprobs if step.behaviour_known else [math.inf] * size
+        trained[reply], logprobs[reply], versions[reply] = [True] * size, behaviour, step.versions
         temperatures[reply], advantages[reply] = [step.sampling.temperature] * size, [credit[step.index]] * size
+        if step.index in allowed:
+            limits[reply] = allowed[step.index]
     return Sequence(
         rollout_id=attempt.rollout.id,
         group_id=attempt.rollout.group_id,
@@ -283,4 +347,5 @@ def _sequence(attempt: Attempt, graph: Graph, path: list[int], credit: dict[int,
         weight=weight,
         versions=tuple(versions),
         steps=tuple(steps),
+        allowed=tuple(limits),
     )

@@ -6,6 +6,7 @@ from textwrap import shorten
 from typing import Any
 
 from penstock.records import Attempt
+from penstock.train.sequences import BEHAVIOUR_UNKNOWN
 
 FIRST, LAST = 32, 64
 """Rollouts over which the first and the last reward are means."""
@@ -13,6 +14,10 @@ NOTHING_LEARNED = 3
 """The exit code of a finished run that published no version."""
 STALLED_STEPS = 5
 """Steps without an update after which it is told, and told again as often."""
+UNKNOWN_REMEDY = (
+    "the engine does not tell with which probability it samples: start vLLM with --logprobs-mode processed_logprobs, sample at "
+    'temperature 1 without top_p, top_k and min_p, or set train.unknown_logprobs = "recompute"'
+)
 REPLY_CHARS = 200
 """Of a reply in the metrics."""
 
@@ -55,7 +60,8 @@ def _cause(steps: Sequence[Mapping[str, Any]]) -> str:
         for entry in steps:
             masked.update(entry.get("masked", {}))
         reasons = ", ".join(f"{reason} {number}" for reason, number in masked.most_common(3)) or "no reason was recorded"
-        return f"no sampled token could be trained (masked steps: {reasons}); penstock verify names them"
+        remedy = UNKNOWN_REMEDY if BEHAVIOUR_UNKNOWN in masked else "penstock verify names them"
+        return f"no sampled token could be trained (masked steps: {reasons}); {remedy}"
     low, high = min(rewards), max(rewards)
     if low == high and high <= 0:
         return (

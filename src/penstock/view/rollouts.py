@@ -188,7 +188,8 @@ def _credit(files: ViewedRun, database: PoolDatabase, attempt: Attempt) -> Train
     elif advantage is None:  # computed by a function of the run's own: only what holds at any advantage is known
         masks = {index: why_untrainable(call, graph) for index, call in graph.steps.items()}
     else:
-        masks = step_masks(attempt, graph, advantage)
+        recompute = files.setting("train", "unknown_logprobs") == "recompute"
+        masks = step_masks(attempt, graph, advantage, recompute=recompute)
     return TrainingCredit(state, version, step, advantage, masks)
 
 

@@ -12,6 +12,7 @@ REASONS = {
     "zero_advantage": "its reward is the group's mean: nothing to learn from",
     "groups_equal": "all rewards of the group are the same: nothing to learn from",
     "ungraded": "the rollout has no reward",
+    "behaviour_unknown": "the engine did not tell with which probability it sampled: see train.unknown_logprobs",
     "curated": "a curator took it out",
     "relayed": "an endpoint gave it as text: its tokens were never seen here",
     "empty": "no token was sampled",

@@ -9,6 +9,7 @@ from penstock.gateway.graph import prompts
 from penstock.records import End, Sampling
 from penstock.testing import ScriptedEngine, ScriptedReply, memory_pool, workbench
 
+STRICT = {"type": "function", "function": {"name": "f", "strict": True, "parameters": {"not": {}, "unevaluatedItems": False}}}
 CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 6}}\n</tool_call>'
 
 
@@ -196,7 +197,8 @@ BAD = [
     ({"messages": [{"role": "wizard", "content": ""}]}, "messages[0].role"),
     ({"messages": [{"role": ["user"], "content": ""}]}, "messages[0].role"),
     ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, "messages[0].content[0].image_url"),
+    ({"messages": [{"role": "user", "content": [{"type": "picture"}]}]}, "messages[0].content[0]"),
     ({"messages": [{"role": "assistant", "tool_calls": "x"}]}, "messages[0].tool_calls[0]"),
     (
         {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 1}}]}]},
@@ -222,11 +224,19 @@ BAD = [
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": [TOOL], "tool_choice": "perhaps"}, "tool_choice"),
     ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "divide"}}}, "tool_choice"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": "xml"}}, "response_format"),
+    ({"response_format": "json"}, "response_format"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"uniqueItems": True}}}}, "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "frob"}}}}, "response_format"),
+    ({"tools": [STRICT]}, "tools"),
+    ({"tools": [STRICT], "tool_choice": "required"}, "tools"),
     ({"frequency_penalty": 0.5}, "frequency_penalty"),
     ({"logit_bias": {"1": 5}}, "logit_bias"),
     ({"top_logprobs": 5}, "top_logprobs"),
-    ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+    ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    ({"continue_final_message": True}, "continue_final_message"),
     ({"chat_template": "{{ 1 }}"}, "chat_template"),
     ({"functions": [{}]}, "functions"),
 ]
@@ -386,6 +396,38 @@ def test_a_template_that_rewrites_history_opens_counted_roots():
             assert [node.parent for node in (await bench.attempt(session)).nodes] == [None, None]
             assert (await bench.pool.stats()).breaks == {"template_rewrites_history": 1}
 
+    asyncio.run(main())
+
+
+def test_rollouts_that_begin_with_the_same_examples_share_one_rendering(monkeypatch):
+    model, rendered = renderer(), []
+    plain = model.root
+
+    def counted(messages, tools=()):
+        rendered.append(messages)
+        return plain(messages, tools)
+
+    def examples(**details):
+        return USER, {"role": "assistant", "content": "one", **details}, USER
+
+    async def main():
+        engine = ScriptedEngine(["two"] * 6, model.tokenizer)
+        async with workbench(engine, model) as bench:
+            sessions = [await bench.rollout(f"train-{number}") for number in range(4)]
+            for session in sessions[:3]:
+                await chat(bench.http(session.token), *examples())
+            assert len(rendered) == 1
+            assert engine.prompts[0] == engine.prompts[1] == engine.prompts[2]
+            # a reply that differs in what its digest leaves out is another conversation
+            await chat(bench.http(sessions[3].token), *examples(reasoning_content="because"))
+            assert len(rendered) == 2
+            # a later call that starts anew is rendered, and is not kept
+            edited = ({"role": "user", "content": "another"}, *examples())
+            for _ in range(2):
+                await chat(bench.http(sessions[0].token), *edited)
+            assert len(rendered) == 4
+
+    monkeypatch.setattr(model, "root", counted)
     asyncio.run(main())
 
 

@@ -6,7 +6,7 @@ import pytest
 from penstock.codec import context_digest
 from penstock.errors import TrainError
 from penstock.records import Attempt, End, Grade, Group, Mark, Node, Sampling, Step, Task, make_rollout
-from penstock.train.sequences import breaks, exactness, sequences
+from penstock.train.sequences import behaviour_unknown_tokens, breaks, exactness, sequences
 
 NAN = math.nan
 
@@ -111,6 +111,7 @@ def test_a_divisor_replaces_the_rollouts_own_token_count():
         ({"logprobs": (0.5,)}, "bad_logprob"),
         ({"completion_ids": (-1,)}, "bad_token"),
         ({"node": 9}, "context_missing"),
+        ({"behaviour_known": False}, "behaviour_unknown"),
     ],
 )
 def test_a_step_that_cannot_be_trained_is_masked_and_counted(changes: dict[str, object], reason: str):
@@ -118,6 +119,14 @@ def test_a_step_that_cannot_be_trained_is_masked_and_counted(changes: dict[str, 
     assert result.counts[f"masked.{reason}"] == 1
     assert [sequence.token_ids for sequence in result.sequences] == [(1, 2, 3, 4)]
     assert result.counts["tokens"] == 2 and result.sequences[0].weight == 1 / 2
+
+
+def test_a_reply_of_unknown_behaviour_is_trained_where_the_learner_may_put_in_its_own():
+    result = sequences(group(two_turns(behaviour_known=False)), [1.0], recompute=True)
+    (only,) = result.sequences
+    assert only.logprobs[:-1] == (0.0, 0.0, -0.5, -0.5, 0.0, 0.0) and only.logprobs[-1] == math.inf and only.trained[-1]
+    assert (result.counts["tokens"], result.counts["recomputed_tokens"]) == (3, 1)
+    assert behaviour_unknown_tokens(two_turns(behaviour_known=False), two_turns()) == 1
 
 
 def test_a_masked_reply_is_still_context_of_what_follows():

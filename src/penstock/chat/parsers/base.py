@@ -213,6 +213,14 @@ class ToolFormat(Protocol):
     """Special tokens of the markup, which the parser must see as text."""
     ends: tuple[str, ...]
     """Special tokens that end a reply; if empty, the token that ends a turn in the template."""
+    opener: str
+    """The markup that calls begin with, anywhere in the text; empty if there is none."""
+    end: tuple[str, ...] | None
+    """What follows the arguments of the last call, with white space between; None if arguments are not written as JSON."""
+    repeats: bool
+    """Whether another call may follow one that is complete."""
+    answer_prefix: str
+    """The markup before an answer that is no call."""
 
     def matches(self, template: str) -> bool:
         """Whether this template, which renders tools, asks for calls in this format."""
@@ -236,6 +244,10 @@ class BaseToolFormat:
 
     special: tuple[str, ...] = ()
     ends: tuple[str, ...] = ()
+    opener: str = ""
+    end: tuple[str, ...] | None = None
+    repeats: bool = False
+    answer_prefix: str = ""
 
     def prepare(self, messages: Sequence[Message]) -> list[Message]:
         return list(messages)

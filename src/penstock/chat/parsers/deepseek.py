@@ -15,6 +15,8 @@ class DeepSeek(BaseToolFormat):
     """V3 and R1: `function`, the name, then the arguments in a fence."""
 
     special: tuple[str, ...] = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR, "<think>", "</think>")
+    opener: str = CALLS_BEGIN
+    end: tuple[str, ...] | None = (FENCE, CALL_END, CALLS_END)
 
     def matches(self, template: str) -> bool:
         return CALLS_BEGIN in template and FENCED in template
@@ -28,6 +30,8 @@ class DeepSeek(BaseToolFormat):
 
 class DeepSeekPlain(DeepSeek):
     """V3.1 and later: the name, then the arguments."""
+
+    end: tuple[str, ...] | None = (CALL_END, CALLS_END)
 
     def matches(self, template: str) -> bool:
         return CALLS_BEGIN in template and FENCED not in template

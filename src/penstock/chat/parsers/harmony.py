@@ -23,6 +23,8 @@ TO_FUNCTION = re.compile(r"\bto=functions\.([^\s<]+)")
 class Harmony(BaseToolFormat):
     special: tuple[str, ...] = (START, CHANNEL, CONSTRAIN, MESSAGE, *CLOSERS)
     ends: tuple[str, ...] = (RETURN, CALL)
+    end: tuple[str, ...] | None = ()
+    answer_prefix: str = f"{CHANNEL}final{MESSAGE}"
 
     def matches(self, template: str) -> bool:
         return CHANNEL in template and MESSAGE in template

@@ -29,6 +29,9 @@ Write one <tool_call> for each call. The results come back inside <tool_response
 
 class Hermes(BaseToolFormat):
     special: tuple[str, ...] = (OPEN, CLOSE)
+    opener: str = OPEN
+    end: tuple[str, ...] | None = ("}", CLOSE)
+    repeats: bool = True
 
     def matches(self, template: str) -> bool:
         return OPEN in template and not any(other in template for other in OTHERS)

@@ -13,6 +13,7 @@ TAG = "<|python_tag|>"
 class Llama(BaseToolFormat):
     special: tuple[str, ...] = (TAG,)
     ends: tuple[str, ...] = ("<|eot_id|>", "<|eom_id|>")
+    end: tuple[str, ...] | None = ("}",)
 
     def matches(self, template: str) -> bool:
         return "<|start_header_id|>" in template and '"parameters"' in template

@@ -16,6 +16,8 @@ VALID_ID = re.compile(r"[a-zA-Z0-9]{9}")
 
 class Mistral(BaseToolFormat):
     special: tuple[str, ...] = (CALLS, ARGS, CALL_ID, "[THINK]", "[/THINK]")
+    opener: str = CALLS
+    end: tuple[str, ...] | None = ("}", "]")
 
     def matches(self, template: str) -> bool:
         return CALLS in template and ARGS not in template
@@ -32,6 +34,9 @@ class Mistral(BaseToolFormat):
 
 
 class MistralNamed(Mistral):
+    end: tuple[str, ...] | None = ()
+    repeats: bool = True
+
     def matches(self, template: str) -> bool:
         return CALLS in template and ARGS in template
 

@@ -20,6 +20,7 @@ import torch
 
 from penstock.engines.embedded.attention import DecodeAttention, PrefillAttention
 from penstock.engines.embedded.decoder import Decoder
+from penstock.engines.embedded.grammars import GrammarState, forbid
 from penstock.engines.embedded.kv_cache import KeyValues, PrefixTree, Segment, TailCache
 from penstock.engines.embedded.lora import AdapterSlots
 from penstock.engines.embedded.sampling import DrawnTokens, sample
@@ -59,6 +60,8 @@ class Request:
     """The request's own random numbers in [0, 1)."""
     policy: str = ""
     """Whose adapter computes it."""
+    grammar: GrammarState | None = None
+    """What may follow `tokens`; None if anything may."""
 
 
 class DrawnChunk(NamedTuple):
@@ -262,7 +265,8 @@ class EngineCore:
         tokens, positions = [r.tokens[-1] for r in requests], [len(r.tokens) - 1 for r in requests]
         self._choose([active.leaf.adapter for active in self.running])
         hidden = self.decoder(self._tensor([tokens]), self._tensor([positions]), self._attend)
-        drawn = sample(self.decoder.logits(hidden[0]), [r.sampling for r in requests], [r.uniform() for r in requests])
+        logits = forbid(self.decoder.logits(hidden[0]), [r.grammar for r in requests])
+        drawn = sample(logits, [r.sampling for r in requests], [r.uniform() for r in requests])
         return self._append_all(drawn)
 
     def _append_all(self, drawn: DrawnTokens) -> list[DrawnChunk]:
@@ -307,7 +311,9 @@ class Ending(NamedTuple):
 
 
 def ending(request: Request, full_logprob: float, decode: Callable[[Sequence[int]], str] | None) -> Ending:
-    """Whether a request ends with its last token, and how."""
+    """Whether a request ends with its last token, and how; its grammar advances by that token."""
+    if request.grammar is not None and (problem := _advance(request.grammar, request.tokens[-1])):
+        return Ending("error", problem)
     if not math.isfinite(full_logprob):
         return Ending("error", "the logits are not finite, so the policy's weights are broken")
     try:
@@ -316,6 +322,12 @@ def ending(request: Request, full_logprob: float, decode: Callable[[Sequence[int
     except Exception as cause:  # from the tokenizer; it must not fail the other requests of the batch
         return Ending("error", f"its text could not be searched for stop strings: {type(cause).__name__}: {cause}")
     return Ending("length" if len(request.tokens) - request.prompt_length >= request.sampling.max_tokens else None)
+
+
+def _advance(grammar: GrammarState, token_id: int) -> str:
+    """Why the reply cannot go on; empty if it can. A grammar that fails while the mask is computed allows no token or any."""
+    problem = grammar.problem or ("" if grammar.advance(token_id) else grammar.problem)
+    return f"the reply's grammar cannot be followed any further: {problem}" if problem else ""
 
 
 def _text_ends(request: Request, decode: Callable[[Sequence[int]], str] | None) -> bool:

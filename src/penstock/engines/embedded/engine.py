@@ -29,6 +29,7 @@ from penstock.engines.cpu_features import VARIABLE, WITHOUT_AMX, limit_onednn
 from penstock.engines.embedded import fused
 from penstock.engines.embedded.core import DrawnChunk, EngineCore, Request
 from penstock.engines.embedded.decoder import Decoder
+from penstock.engines.embedded.grammars import GrammarCompiler, GrammarState
 from penstock.engines.embedded.lora import Adapter, read_adapter
 from penstock.engines.embedded.paged_core import PagedCore, free_tokens
 from penstock.engines.embedded.weights import load_decoder
@@ -107,11 +108,19 @@ class EmbeddedEngine:
     """Samples from a decoder in this process. The trainer may share `decoder`, the module itself."""
 
     def __init__(
-        self, core: EngineCore | PagedCore, *, name: str, queue_limit: int, seed: int, stop_ids: Iterable[int] = ()
+        self,
+        core: EngineCore | PagedCore,
+        *,
+        name: str,
+        queue_limit: int,
+        seed: int,
+        stop_ids: Iterable[int] = (),
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self.decoder: Decoder = core.decoder
         self._core, self._name, self._seed = core, name, seed
         self._stop_ids = frozenset(stop_ids)
+        self._grammars = grammars
         self._context_length = min(core.decoder.shape.context_length, core.capacity)
         self._limit = core.slots + queue_limit
         self._versions: defaultdict[str, int] = defaultdict(int)
@@ -152,7 +161,12 @@ class EmbeddedEngine:
         self._check(prompt_ids, sampling)
         if len(self._outputs) >= self._limit:
             raise EngineBusy(f"{self._limit} requests are already running or waiting; try again later, or raise engine.queue")
-        request = self._request(prompt_ids, sampling, policy)
+        grammar = None
+        if sampling.grammar is not None:
+            if self._grammars is None:
+                raise EngineError("constrained replies need the model's folder, and this engine was opened without one")
+            grammar = await asyncio.to_thread(self._grammars.start, sampling.grammar, self._stop_ids.union(sampling.stop_ids))
+        request = self._request(prompt_ids, sampling, policy, grammar)
         output = self._outputs[request.key] = RequestOutput(rollout_id)
         try:
             self._post(lambda: self._core.submit(request))
@@ -238,7 +252,7 @@ class EmbeddedEngine:
         if sampling.stop and self._core.decode_text is None:
             raise EngineError("stop strings need a tokenizer, and this engine was opened without one; use stop ids")
 
-    def _request(self, prompt_ids: Sequence[int], sampling: Sampling, policy: str) -> Request:
+    def _request(self, prompt_ids: Sequence[int], sampling: Sampling, policy: str, grammar: GrammarState | None) -> Request:
         key = next(self._keys)
         seed = f"{self._seed}/{key}" if sampling.seed is None else sampling.seed
         return Request(
@@ -249,6 +263,7 @@ class EmbeddedEngine:
             stop_ids=self._stop_ids.union(sampling.stop_ids),
             uniform=Random(seed).random,
             policy=policy,
+            grammar=grammar,
         )
 
     def _post(self, command: Command) -> None:
@@ -370,7 +385,8 @@ def open_engine(
     core = make_core(decoder, section, decode)
     if base != folder:
         core.adapters.put("", read_adapter(folder, decoder.shape, device=device, dtype=dtype))
-    engine = EmbeddedEngine(core, name=name, queue_limit=section.queue, seed=seed, stop_ids=end_ids(folder))
+    grammars = GrammarCompiler(folder, decoder.shape.vocab_size)
+    engine = EmbeddedEngine(core, name=name, queue_limit=section.queue, seed=seed, stop_ids=end_ids(folder), grammars=grammars)
     if isinstance(core, PagedCore):
         engine.warm_up(core)
     return engine

@@ -33,7 +33,7 @@ from penstock.engines.servers.pauses import (
     forget,
     left_paused,
 )
-from penstock.errors import ConfigError, EngineError, ModelError, RequestError
+from penstock.errors import ConfigError, EngineError, EngineRefused, ModelError, RequestError
 from penstock.http.client import ErrorKind, HttpClient, RequestTimeouts, UpstreamError
 from penstock.records import Finish, Sampling
 from penstock.system.async_tools import finish_shielded
@@ -122,10 +122,11 @@ class ReplyReader(ABC):
     A reply is refused as garbled unless every token has an id and a valid log-probability.
     """
 
-    def __init__(self, prompt: list[int], sampling: Sampling, *, version: int) -> None:
+    def __init__(self, prompt: list[int], sampling: Sampling, *, version: int, behaviour_known: bool = True) -> None:
         self.done = False
         self._prompt = prompt
         self._greedy, self._plain = sampling.temperature == 0.0, is_plain(sampling)
+        self._behaviour_known = behaviour_known
         self.version = version
         self._ids: list[int] = []
         self._logprobs: list[float] = []
@@ -155,9 +156,10 @@ class ReplyReader(ABC):
             ids=ids,
             # A greedy token had no alternative; what the server sent for it is under the plain softmax.
             logprobs=(0.0,) * len(ids) if self._greedy else logprobs,
-            full_logprobs=logprobs if self._greedy or self._plain else (),
+            full_logprobs=logprobs if self._greedy or self._plain or not self._behaviour_known else (),
             versions=(self.version,) * len(ids),
             finish=self._finish,
+            behaviour_known=self._behaviour_known,
         )
 
     @abstractmethod
@@ -185,7 +187,7 @@ def _reported_error(error: Any) -> UpstreamError:
         return UpstreamError(f"reported an error: {error}", kind="broken")
     code = error.get("code") or 500
     kind: ErrorKind = "busy" if code in (429, 503) else "refused" if 400 <= code < 500 else "broken"
-    return UpstreamError(f"reported an error: {error.get('message')}", kind=kind)
+    return UpstreamError(f"reported an error: {error.get('message')}", kind=kind, status=code if type(code) is int else 0)
 
 
 # The engine
@@ -408,6 +410,10 @@ class RemoteEngine(ABC):
             return False
         return True
 
+    def remove_if_killed(self, folder: Path) -> None:
+        """Have a folder of published weights removed if this process dies."""
+        self._paused_servers.remove_if_killed(folder)
+
     async def close(self) -> None:
         await self.client.close()
         await self._paused_servers.close()
@@ -433,7 +439,11 @@ class RemoteEngine(ABC):
 
     @abstractmethod
     def check_sampling(self, sampling: Sampling) -> None:
-        """EngineError if the server would silently change these settings, or could not report the probability of a token."""
+        """EngineRefused if the server would silently change these settings."""
+
+    def behaviour_known(self, sampling: Sampling) -> bool:
+        """Whether the server reports log-probabilities under the distribution that it samples from, not only the plain softmax."""
+        return self._served.processed or sampling.temperature == 0.0 or is_plain(sampling)
 
     async def abort(self, url: str, key: str) -> None:  # noqa: B027
         """Stop a request, for servers that do not notice a closed connection."""
@@ -472,12 +482,12 @@ class RemoteEngine(ABC):
     def _check_request(self, prompt_ids: Sequence[int], sampling: Sampling) -> None:
         length, most = len(prompt_ids), sampling.max_tokens
         if not length:
-            raise EngineError("the prompt has no tokens; send at least one")
+            raise EngineRefused("the prompt has no tokens; send at least one")
         if most < 1:
-            raise EngineError(f"max_tokens = {most}: ask for at least one token")
+            raise EngineRefused(f"max_tokens = {most}: ask for at least one token")
         self._check_ids(prompt_ids, sampling.stop_ids)
         if length + most > self.context_length:  # the server would silently reduce max_tokens
-            raise EngineError(
+            raise EngineRefused(
                 f"{length} prompt tokens and max_tokens = {most} exceed the context of {self.context_length}; shorten one of them"
             )
         self.check_sampling(sampling)

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from penstock.engines.fleet import EngineServer
-from penstock.engines.servers.adapters import ServedAdapter
+from penstock.engines.servers.adapters import ServedAdapter, adapter_roots
 from penstock.engines.servers.base import RemoteEngine, RemoteModel, RemoteSection, ReplyReader, open_remote
 from penstock.engines.servers.model_files import PublishedWeights
 from penstock.engines.servers.pauses import RecoverySteps, ServerCall
-from penstock.errors import EngineError
+from penstock.errors import EngineRefused
 from penstock.http.client import HttpClient, UpstreamError
 from penstock.records import Sampling
 
@@ -37,8 +37,10 @@ def request_body(prompt: list[int], sampling: Sampling, key: str) -> dict[str, A
 class SglangReader(ReplyReader):
     """Reads the events of one reply. Depending on the server's options, each holds all tokens so far or only the new ones."""
 
-    def __init__(self, prompt: list[int], sampling: Sampling, *, version: int, label: str | None) -> None:
-        super().__init__(prompt, sampling, version=version)
+    def __init__(
+        self, prompt: list[int], sampling: Sampling, *, version: int, label: str | None, behaviour_known: bool = True
+    ) -> None:
+        super().__init__(prompt, sampling, version=version, behaviour_known=behaviour_known)
         self._label = label
         """The label that the server must report for its weights; None if it still has those it was started with."""
         self._count = 0
@@ -101,22 +103,21 @@ class SglangEngine(RemoteEngine):
 
     def reader(self, prompt: list[int], sampling: Sampling, server: EngineServer) -> SglangReader:
         label = self._published.label if self._published is not None else None
-        return SglangReader(prompt, sampling, version=server.version, label=label)
+        known = self.behaviour_known(sampling)
+        return SglangReader(prompt, sampling, version=server.version, label=label, behaviour_known=known)
 
     def check_sampling(self, sampling: Sampling) -> None:
         if 0.0 < sampling.temperature < MIN_TEMPERATURE:
-            raise EngineError(f"temperature = {sampling.temperature}: SGLang takes 0 (greedy) or at least {MIN_TEMPERATURE}")
-        if sampling.temperature > 0.0 and sampling.truncated:
-            raise EngineError(
-                "SGLang cannot say with which probability a truncated token was drawn; leave out top_p, top_k and min_p"
-            )
-        if sampling.temperature not in (0.0, 1.0) and not self._served.processed:
-            raise EngineError(
-                "the SGLang server cannot say with which probability a tempered token was drawn; "
-                "start it without SGLANG_RETURN_ORIGINAL_LOGPROB, or sample at temperature 1"
-            )
+            raise EngineRefused(f"temperature = {sampling.temperature}: SGLang takes 0 (greedy) or at least {MIN_TEMPERATURE}")
+        if sampling.truncated and sampling.temperature not in (0.0, 1.0) and self._served.processed:
+            text = "SGLang says of a tempered and truncated token neither with which probability it was drawn nor its plain one"
+            raise EngineRefused(f"{text}; leave out top_p, top_k and min_p, or the temperature")
         if sampling.seed is not None and not self._served.seeded:
-            raise EngineError("the SGLang server ignores seeds; start it with --enable-deterministic-inference, or send none")
+            raise EngineRefused("the SGLang server ignores seeds; start it with --enable-deterministic-inference, or send none")
+
+    def behaviour_known(self, sampling: Sampling) -> bool:
+        """See `RemoteEngine.behaviour_known`. It never reports the probability among the tokens that truncation keeps."""
+        return super().behaviour_known(sampling) and not (sampling.truncated and sampling.temperature > 0.0)
 
     async def abort(self, url: str, key: str) -> None:
         """SGLang checks for closed connections only every few seconds, so it is told."""
@@ -136,8 +137,7 @@ class SglangEngine(RemoteEngine):
 
     async def listed_adapters(self, url: str) -> dict[str, str]:
         """As `/v1/models` lists them; older versions list none, and are taken at their word that they loaded ours."""
-        listed = await self.client.http.request_json(f"{url}/v1/models")
-        found = {str(entry["id"]): str(entry.get("root") or "") for entry in listed["data"] if entry.get("parent")}
+        found = adapter_roots(await self.client.http.request_json(f"{url}/v1/models"), url)
         return found or {adapter.name: str(adapter.folder) for adapter in self._adapters.loaded()}
 
     async def change_weights(self, url: str, wanted: PublishedWeights) -> None:

@@ -168,4 +168,6 @@ class HttpTextEndpoint(TextEndpoint):
         if error.status and self._is_final(error):
             code = "context_length_exceeded" if "do not fit into" in str(error) else "engine_error"
             return RequestError(text, status=400, code=code)
-        return EngineBusy(text) if error.kind == "busy" else EngineError(text)
+        if error.kind == "busy":
+            return EngineBusy(text, status=429 if error.status == 429 else 503, retry_after_s=error.retry_after_s)
+        return EngineError(text)

@@ -9,7 +9,7 @@ import orjson
 
 from penstock.engines.text_endpoints.base import TextReplyReader, TextRequest
 from penstock.engines.text_endpoints.http import HttpTextEndpoint, TextEndpointSection
-from penstock.records import NO_LIMIT, Message, Sampling
+from penstock.records import NO_LIMIT, Message, ReplyFormat, Sampling
 
 
 class OpenAISection(TextEndpointSection):
@@ -66,9 +66,33 @@ def chat_request(request: TextRequest, *, limit: str) -> dict[str, Any]:
     if sampling.stop:
         body["stop"] = list(sampling.stop)
     if request.tools:
-        body["tools"] = list(request.tools)
+        body["tools"] = [_tool(tool, request.strict) for tool in request.tools]
         body["tool_choice"] = _tool_choice(request)
-    return body
+        body |= {"parallel_tool_calls": False} if request.one_call else {}
+    if request.format is not None:
+        body["response_format"] = _response_format(request.format)
+    return body | (dict(request.extra) if request.dialect == "chat" else _from_messages(request.extra))
+
+
+def _from_messages(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of the Messages API under the names of this one."""
+    output, metadata = extra.get("output_config"), extra.get("metadata")
+    effort: Any = output.get("effort") if output else None
+    user: Any = metadata.get("user_id") if metadata else None
+    named: dict[str, Any] = {"reasoning_effort": effort, "user": user}
+    return {name: value for name, value in named.items() if value}
+
+
+def _tool(tool: dict[str, Any], strict: frozenset[str]) -> dict[str, Any]:
+    function = tool["function"]
+    return {**tool, "function": {**function, "strict": True}} if function["name"] in strict else tool
+
+
+def _response_format(form: ReplyFormat) -> dict[str, Any]:
+    if form.schema is None:
+        return {"type": "json_object"}
+    described = {"description": form.description} if form.description else {}
+    return {"type": "json_schema", "json_schema": {"name": form.name, **described, "schema": form.schema, "strict": form.strict}}
 
 
 def _tool_choice(request: TextRequest) -> Any:

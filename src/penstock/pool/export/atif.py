@@ -181,6 +181,7 @@ def _step_metrics(step: Step, prompt: list[int]) -> dict[str, Any]:
         "logprobs": step.logprobs,
         "extra": {
             "policy_versions": step.versions,
+            "behaviour_known": step.behaviour_known,
             "finish": step.finish,
             "sampling": asdict(step.sampling),
             "seconds": step.seconds,

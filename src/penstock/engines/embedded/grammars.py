@@ -1,0 +1,113 @@
+"""Which tokens the grammar of a reply allows next, by llguidance: while it is sampled, and again when it is trained or checked.
+
+The engine and the trainer ask the same compiled grammar about the same tokens, so they normalise over the same sets.
+"""
+
+import json
+from collections.abc import Collection, Sequence
+from functools import lru_cache
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.errors import EngineError
+from penstock.records import ReplyGrammar
+
+KEPT_GRAMMARS = 64
+"""Compiled grammars that are kept; each may take some megabytes."""
+
+
+class GrammarState:
+    """A reply so far, and what may follow."""
+
+    def __init__(self, matcher: Any, vocab_size: int) -> None:
+        self._matcher, self._vocab_size = matcher, vocab_size
+
+    @property
+    def problem(self) -> str:
+        """Why nothing can follow; empty if all is well."""
+        return self._matcher.get_error().split("\n")[0] if self._matcher.is_error() else ""
+
+    def fill(self, row: NDArray[np.uint8]) -> None:
+        """Write the allowed tokens to a row of bits, the lowest of a byte first."""
+        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+
+    def advance(self, token_id: int) -> bool:
+        """Add a token; False if it is not allowed."""
+        return self._matcher.consume_token(token_id)
+
+
+class GrammarCompiler:
+    """Grammars for the tokenizer of one model folder. Methods may be called from any thread."""
+
+    def __init__(self, folder: Path, vocab_size: int) -> None:
+        self._file, self.vocab_size = folder / "tokenizer.json", vocab_size
+        self._lock = Lock()
+        self._compile = lru_cache(KEPT_GRAMMARS)(self._compiled)
+        self._tokenizer = lru_cache(4)(self._read_tokenizer)
+        self._added: frozenset[int] | None = None
+
+    @property
+    def row_bytes(self) -> int:
+        """The size of a row of `GrammarState.fill`: whole 32-bit words."""
+        return (self.vocab_size + 31) // 32 * 4
+
+    def start(self, grammar: ReplyGrammar, stop_ids: Collection[int]) -> GrammarState:
+        """The state before the first token. Of `stop_ids`, added tokens end the reply, where the grammar allows it to end.
+
+        EngineError if the grammar cannot be compiled. The first call takes about a second for each 50,000 tokens.
+        """
+        with self._lock:
+            return GrammarState(self._compile(grammar.lark, self._ends(stop_ids)).deep_copy(), self.vocab_size)
+
+    def _ends(self, stop_ids: Collection[int]) -> tuple[int, ...]:
+        if self._added is None:
+            try:
+                entries = json.loads(self._file.read_text(encoding="utf-8")).get("added_tokens", [])
+            except (OSError, ValueError) as cause:
+                raise EngineError(f"replies cannot be constrained without the model's tokenizer ({cause})") from cause
+            self._added = frozenset(entry["id"] for entry in entries)
+        return tuple(sorted(self._added.intersection(stop_ids)))
+
+    def _compiled(self, lark: str, ends: tuple[int, ...]) -> Any:
+        import llguidance
+
+        matcher = llguidance.LLMatcher(self._tokenizer(ends), lark, log_level=0)
+        if matcher.is_error():
+            raise EngineError(f"the grammar of the reply cannot be compiled: {matcher.get_error()}")
+        return matcher
+
+    def _read_tokenizer(self, ends: tuple[int, ...]) -> Any:
+        try:
+            import llguidance
+        except ImportError as cause:
+            raise EngineError("constrained replies need llguidance; run: pip install 'penstock[local]'") from cause
+        if not ends:
+            raise EngineError("the model has no token that ends a reply, so its replies cannot be constrained")
+        try:
+            return llguidance.LLTokenizer(self._file.read_text(encoding="utf-8"), n_vocab=self.vocab_size, eos_token=list(ends))
+        except Exception as cause:  # the library raises errors of many kinds
+            raise EngineError(f"this tokenizer cannot be used to constrain replies: {cause}") from cause
+
+
+def allowed_rows(states: Sequence[GrammarState], vocab_size: int) -> NDArray[np.bool_]:
+    """What may follow in each state, [states, vocab]."""
+    bits = np.zeros((len(states), (vocab_size + 31) // 32 * 4), np.uint8)
+    for row, state in zip(bits, states, strict=True):
+        state.fill(row)
+    return np.unpackbits(bits, axis=1, count=vocab_size, bitorder="little").view(np.bool_)
+
+
+def forbid(logits: Tensor, states: Sequence[GrammarState | None]) -> Tensor:
+    """The logits [rows, vocab] with -inf where a row's grammar does not allow the token."""
+    rows = [row for row, state in enumerate(states) if state is not None]
+    if not rows:
+        return logits
+    allowed = torch.from_numpy(allowed_rows([state for state in states if state is not None], logits.shape[-1]))  # pyright: ignore[reportUnknownMemberType]
+    at = torch.tensor(rows, device=logits.device)
+    return logits.index_copy(0, at, logits[at].masked_fill(~allowed.to(logits.device), float("-inf")))

@@ -1,0 +1,168 @@
+"""Structured output in every dialect, on the tiny policy: replies follow their schema, and what cannot be enforced is refused."""
+
+import asyncio
+import json
+
+import jsonschema
+import pytest
+
+pytest.importorskip("llguidance")
+
+from penstock.config import EmbeddedSection
+from penstock.gateway.sources import open_engine
+from penstock.models.pull import resolve
+from penstock.testing import workbench
+
+USER = {"role": "user", "content": "Describe something."}
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "kind": {"enum": ["red", "green"]},
+        "count": {"type": "integer", "minimum": 10, "maximum": 99},
+        "flags": {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 2},
+    },
+    "required": ["kind", "count", "flags"],
+    "additionalProperties": False,
+}
+FUNCTION = {"name": "paint", "description": "Paint it.", "parameters": SCHEMA}
+OTHER = {"name": "erase", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}}
+
+
+def run(steps, **options):
+    """Run `steps(http, bench, session)` against a gateway with the tiny policy."""
+
+    async def main():
+        model = await asyncio.to_thread(resolve, "tiny", lambda *_: None)
+        engine, renderer = await open_engine(EmbeddedSection(device="cpu"), model.path, name="tiny", seed=0)
+        try:
+            async with workbench(engine, renderer, **options) as bench:
+                session = await bench.rollout()
+                return await steps(bench.http(session.token), bench, session)
+        finally:
+            await engine.close()
+
+    return asyncio.run(main())
+
+
+async def ask(http, path, **body):
+    response = await http.post(path, json={"model": "tiny", **body})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def check(text):
+    value = json.loads(text)
+    jsonschema.validate(value, SCHEMA)
+    return value
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_chat_reply_follows_its_schema(stream):
+    wanted = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA, "strict": True}}
+
+    async def steps(http, bench, session):
+        body = {"model": "tiny", "messages": [USER], "response_format": wanted, "max_tokens": 200, "n": 3, "stream": stream}
+        response = await http.post("/v1/chat/completions", json=body)
+        assert response.status_code == 200, response.text
+        recorded = sorted((await bench.attempt(session)).steps, key=lambda step: step.choice)
+        if not stream:
+            choices = response.json()["choices"]
+            assert {choice["finish_reason"] for choice in choices} == {"stop"}
+            assert [choice["message"]["content"] for choice in choices] == [step.message["content"] for step in recorded]
+        for step in recorded:
+            check(step.message["content"])
+            assert step.sampling.grammar is not None and json.loads(step.sampling.grammar.schema) == SCHEMA
+            assert step.full_logprobs is None  # at temperature 1 there is one distribution, that of the grammar
+
+    run(steps)
+
+
+def test_any_object_is_an_object():
+    async def steps(http, bench, session):
+        for seed in range(3):
+            fields = {"response_format": {"type": "json_object"}, "max_tokens": 300, "seed": seed}
+            answer = await ask(http, "/v1/chat/completions", messages=[USER], **fields)
+            choice = answer["choices"][0]
+            if choice["finish_reason"] == "stop":
+                assert isinstance(json.loads(choice["message"]["content"]), dict)
+            else:
+                assert choice["finish_reason"] == "length" and choice["message"]["content"].lstrip().startswith("{")
+
+    run(steps)
+
+
+def test_a_reply_that_is_cut_says_so():
+    wanted = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA}}
+
+    async def steps(http, bench, session):
+        answer = await ask(http, "/v1/chat/completions", messages=[USER], response_format=wanted, max_tokens=5)
+        assert answer["choices"][0]["finish_reason"] == "length"
+
+    run(steps)
+
+
+def test_responses_and_messages_follow_their_schema():
+    async def steps(http, bench, session):
+        form = {"type": "json_schema", "name": "thing", "schema": SCHEMA, "strict": True}
+        answer = await ask(http, "/v1/responses", input="Hi", text={"format": form}, max_output_tokens=200)
+        check(answer["output"][0]["content"][0]["text"])
+        assert answer["text"]["format"] == form
+        for field in ({"output_config": {"format": form}}, {"output_format": {"type": "json_schema", "schema": SCHEMA}}):
+            answer = await ask(http, "/v1/messages", messages=[USER], max_tokens=200, **field)
+            check(answer["content"][0]["text"])
+
+    run(steps)
+
+
+def test_a_call_that_must_be_made_has_arguments_of_its_schema():
+    tools = [{"type": "function", "function": FUNCTION}, {"type": "function", "function": OTHER}]
+
+    async def steps(http, bench, session):
+        named = {"type": "function", "function": {"name": "paint"}}
+        made = 0
+        for choice in (named, "required", "required", "required"):
+            fields = {"tools": tools, "tool_choice": choice, "max_tokens": 200}
+            answer = (await ask(http, "/v1/chat/completions", messages=[USER], **fields))["choices"][0]
+            if answer["finish_reason"] == "length":  # it went on to call, and its last call is incomplete
+                continue
+            assert answer["finish_reason"] == "tool_calls" and not answer["message"]["content"]
+            made += 1
+            for call in answer["message"]["tool_calls"]:
+                schema = {"paint": SCHEMA, "erase": OTHER["parameters"]}[call["function"]["name"]]
+                jsonschema.validate(json.loads(call["function"]["arguments"]), schema)
+        assert made >= 2
+        offered = [{"name": each["name"], "input_schema": each["parameters"]} for each in (FUNCTION, OTHER)]
+        asked = {"tools": offered, "tool_choice": {"type": "tool", "name": "paint"}, "max_tokens": 200}
+        answer = await ask(http, "/v1/messages", messages=[USER], **asked)
+        assert answer["stop_reason"] == "tool_use"
+        jsonschema.validate(answer["content"][0]["input"], SCHEMA)
+
+    run(steps)
+
+
+def test_a_strict_tool_binds_calls_that_the_model_may_make():
+    """The tiny policy calls `multiply` with two numbers; here the schema allows other arguments only."""
+    parameters = {"type": "object", "properties": {"a": {"enum": [7]}, "b": {"enum": [8]}}, "required": ["a", "b"]}
+    function = {"name": "multiply", "strict": True, "parameters": parameters | {"additionalProperties": False}}
+    user = {"role": "user", "content": "3 * 4"}
+
+    async def steps(http, bench, session):
+        calls = []
+        for seed in range(12):
+            fields = {"tools": [{"type": "function", "function": function}], "max_tokens": 80, "seed": seed}
+            message = (await ask(http, "/v1/chat/completions", messages=[user], **fields))["choices"][0]["message"]
+            calls += [json.loads(call["function"]["arguments"]) for call in message.get("tool_calls") or ()]
+        assert calls and all(call == {"a": 7, "b": 8} for call in calls)
+
+    run(steps)
+
+
+def test_a_forced_call_of_a_schema_that_cannot_be_enforced_is_counted():
+    parameters = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+
+    async def steps(http, bench, session):
+        await ask(http, "/v1/chat/completions", messages=[USER], tools=tools, tool_choice="required", max_tokens=40)
+        assert bench.gateway.counts["ignored:tools.parameters"] == 1
+
+    run(steps)
