@@ -29,16 +29,16 @@ from penstock.rollout.scheduler import TOO_FEW
 from penstock.run.folder import COMPONENT
 from penstock.run.shortfalls import ScoredEnd, shortfalls, shortfalls_json
 from penstock.system.heap import trim_heap
-from penstock.train.algorithm import credit_of, is_token_mean, loss_divisor
 from penstock.train.batches import Batch
+from penstock.train.credit import CreditedSequences, credit_groups, teaches_nothing
 from penstock.train.held_out import BackgroundEvaluation, refuse_all_failed
 from penstock.train.learner import UpdateMetrics, UpdateResult, total_metrics
 from penstock.train.memory import peak_memory
 from penstock.train.policy import Publication, checkpoint_interval, save
 from penstock.train.policy_groups import group_of
 from penstock.train.scores import ScoreWriter
-from penstock.train.sequences import behaviour_unknown_tokens, breaks, exactness, sequences
-from penstock.train.set_aside import BEYOND, CRASHED, find_culprits, may_be_data, out_of_bounds, refuse_too_many, set_aside
+from penstock.train.sequences import behaviour_unknown_tokens, breaks, exactness
+from penstock.train.set_aside import BEYOND, CRASHED, EQUAL, find_culprits, may_be_data, out_of_bounds, refuse_too_many, set_aside
 from penstock.train.stalled import STALLED_STEPS, reply_examples, why_idle
 from penstock.train.training_run import TrainingRun
 
@@ -54,6 +54,8 @@ TELL_S = 30.0
 """Seconds of waiting after which the reason is told."""
 IDLE_S, RUNNING_S = 300.0, 1800.0
 """Training fails if the pool has not changed for so long: without any rollout, or longer than a rollout may take."""
+MAX_EQUAL_ROUNDS = 10
+"""Dynamic sampling replaces at most this many times `groups_per_step` groups for one step."""
 MAX_SHORT_ROUNDS = 20
 """Training fails after this many times `groups_per_step` groups were dropped for too few completed rollouts."""
 
@@ -91,13 +93,6 @@ class LostGroups(NamedTuple):
     short: int
     """Dropped because too few of their rollouts completed."""
     total: int
-
-
-class CreditedSequences(NamedTuple):
-    """The sequences of a lease's groups; `counts` as in `SequencesResult`."""
-
-    sequences: list[TrainingSequence]
-    counts: Counter[str]
 
 
 class LearnerUpdate(NamedTuple):
@@ -189,7 +184,8 @@ async def claim(run: TrainingRun, progress: TrainProgress, stop: asyncio.Event) 
 
     Raises TrainError if groups keep being dropped instead, or if nothing happens that could complete one.
     """
-    before = lost = await lost_groups(run)
+    before, replaced = await lost_groups(run), 0
+    lost = before
     waiting = ClaimWait(run, progress.step + 1, stop)
     while True:
         position = await run.pool.position()  # before the claim, or a change in between would be missed
@@ -203,6 +199,11 @@ async def claim(run: TrainingRun, progress: TrainProgress, stop: asyncio.Event) 
             await set_aside(run, lease, unusable, BEYOND)
             run.rollouts.advance(progress.step)
             continue
+        if lease is not None and (equal := equal_groups(run, lease, replaced)):
+            replaced += len(equal)
+            await set_aside(run, lease, equal, EQUAL)
+            run.rollouts.advance(progress.step)
+            continue
         if lease is not None:
             refuse_all_failed([attempt for group in lease.groups for attempt in group.attempts], "of this step")
             return lease
@@ -212,6 +213,15 @@ async def claim(run: TrainingRun, progress: TrainProgress, stop: asyncio.Event) 
             run.rollouts.advance(progress.step)  # wake the scheduler, to replace dropped groups at once
         if not await waiting.until_change(position):
             return None
+
+
+def equal_groups(run: TrainingRun, lease: Lease, replaced: int) -> dict[str, str]:
+    """Returns a message for each group to replace by dynamic sampling. After many of them, a step takes what there is."""
+    section, per_step = run.config.train, run.config.rollout.groups_per_step
+    if not section.dynamic_sampling or replaced >= MAX_EQUAL_ROUNDS * per_step:
+        return {}
+    message = "all its rollouts earned the same"
+    return {group.id: message for group in lease.groups if teaches_nothing(group, run.advantage)}
 
 
 class ClaimWait:
@@ -276,34 +286,18 @@ async def lost_groups(run: TrainingRun) -> LostGroups:
     return LostGroups(stats.drops.get(TOO_FEW, 0), stats.groups_stale + stats.groups_dropped)
 
 
-def credit_groups(groups: Sequence[Group], run: TrainingRun) -> dict[str, CreditedSequences]:
-    """Computes the advantages within each group, and the sequences that carry them, by policy."""
-    return {policy: _credit(groups, policy, run) for policy in run.learners}
-
-
-def _credit(groups: Sequence[Group], policy: str, run: TrainingRun) -> CreditedSequences:
-    made, counts, section = list[TrainingSequence](), Counter[str](), run.config.train
-    views = [view for view in (groups if not policy else (group_of(group, policy) for group in groups)) if view.attempts]
-    for view, credit in zip(views, credit_of(run.advantage, views), strict=True):
-        result = sequences(view, credit, divisor=loss_divisor(section), recompute=section.unknown_logprobs == "recompute")
-        made += result.sequences
-        counts.update(result.counts)
-    if is_token_mean(section):
-        weight = counts["rollouts"] / max(1, counts["tokens"])  # the mean over rollouts is taken later
-        made = [replace(sequence, weight=weight) for sequence in made]
-    return CreditedSequences(made, counts)
-
-
 async def try_credit(run: TrainingRun, groups: Sequence[Group]) -> None:
-    credit_groups(groups, run)
+    await asyncio.to_thread(credit_groups, groups, run)
 
 
 async def compute_update(run: TrainingRun, groups: Sequence[Group]) -> ComputedUpdate:
     """Computes the first update of every policy from these groups; the weights stay as they are."""
-    credit, parts = credit_groups(groups, run), dict[str, LearnerUpdate]()
+    parts = dict[str, LearnerUpdate]()
     async with run.rollouts.resting():
-        for policy, learner in run.learners.items():
+        for learner in run.learners.values():
             learner.zero()  # an update that was set aside may have left gradients
+        credit = await asyncio.to_thread(credit_groups, groups, run)
+        for policy, learner in run.learners.items():
             if made := credit[policy].sequences:
                 batch = await asyncio.to_thread(learner.pack, made, rollouts=credit[policy].counts["rollouts"])
                 parts[policy] = LearnerUpdate(batch, await asyncio.to_thread(learner.compute, batch))
