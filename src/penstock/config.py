@@ -218,6 +218,9 @@ class TrainSection(Section):
     1 for checkpoints of up to 200 MB, and one more for each further 200 MB, up to 10."""
     checkpoints_kept: int = Field(default=2, ge=2)
     """The newest ones; at least two."""
+    attack_grader: bool = True
+    """Try worthless replies on the grader for some seconds before the first step, and warn of those that it rewards. Graders that
+    seem to ask a service are left alone."""
     device: str = "auto"
     """Of the learner, where the engine is on servers: `cpu`, `cuda`, `cuda:1`; `auto` takes the GPU with the most free memory,
     where there is one. The embedded engine shares its weights with the learner: there `engine.device` says it."""

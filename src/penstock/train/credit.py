@@ -9,6 +9,7 @@ from penstock.records import Attempt, Group
 from penstock.records import Sequence as TrainingSequence
 from penstock.train.advantages.base import level_of, outcome, step_rewards
 from penstock.train.algorithm import Advantage, credit_of, is_token_mean, loss_divisor
+from penstock.train.allowed import AllowedReplay
 from penstock.train.learner import Learner
 from penstock.train.policy_groups import group_of
 from penstock.train.sequences import sequences
@@ -34,7 +35,7 @@ def _credit(groups: Sequence[Group], policy: str, run: TrainingRun) -> CreditedS
     if section.overlong is not None:
         views = [overlong(view, section.overlong) for view in views]
     if section.kl and section.kl_in == "reward":
-        views = _less_divergence(views, learner)
+        views = _less_divergence(views, learner, run.replay)
     by_token = level_of(run.advantage) == "token"
     credit = [[0.0] * len(view.graded) for view in views] if by_token else credit_of(run.advantage, views)
     for view, each in zip(views, credit, strict=True):
@@ -44,6 +45,7 @@ def _credit(groups: Sequence[Group], policy: str, run: TrainingRun) -> CreditedS
             divisor=loss_divisor(section),
             without_credit=by_token,
             recompute=section.unknown_logprobs == "recompute",
+            replay=run.replay,
         )
         made += result.sequences
         counts.update(result.counts)
@@ -75,9 +77,10 @@ def token_rewards(attempt: Attempt, sequence: TrainingSequence) -> list[float]:
     return rewards
 
 
-def _less_divergence(views: list[Group], learner: Learner) -> list[Group]:
+def _less_divergence(views: list[Group], learner: Learner, replay: AllowedReplay) -> list[Group]:
     """Takes the divergence of each step from the reference policy off the rewards."""
-    made = [each for view in views for each in sequences(view, [0.0] * len(view.graded), without_credit=True).sequences]
+    every = [sequences(view, [0.0] * len(view.graded), without_credit=True, replay=replay) for view in views]
+    made = [sequence for result in every for sequence in result.sequences]
     found = defaultdict[str, defaultdict[int, float]](lambda: defaultdict(float))
     for sequence, gaps in zip(made, learner.reference_gaps(made), strict=True):
         steps = (step for step, trained in zip(sequence.steps, sequence.trained, strict=True) if trained)

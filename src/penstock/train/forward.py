@@ -9,7 +9,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from penstock.engines.embedded.decoder import Decoder, causal
+from penstock.engines.embedded.token_sets import unpack_sets
 from penstock.train.batches import LossTerm, Pass, PassRow
+from penstock.train.transfer import to_device
 
 MAX_PADDING = 1.25
 """Largest ratio of padded to real work in a block. Higher means fewer calls but more work on padding."""
@@ -123,8 +125,12 @@ KeysValues = list[tuple[Tensor, Tensor]]
 """Keys and values per layer; each `PassForward` has its own layout of them."""
 
 
+FORBIDDEN = -1e30
+"""The logit of a token that could not be chosen. Finite, so that its probability of 0 times its logarithm is 0."""
+
+
 class LogitsChunk(NamedTuple):
-    """Consecutive terms of a pass whose logits are computed together, one row per distinct place and temperature."""
+    """Consecutive terms of a pass whose logits are computed together, one row per distinct place, temperature and set of tokens."""
 
     terms: tuple[LossTerm, ...]
     places: tuple[int, ...]
@@ -133,6 +139,8 @@ class LogitsChunk(NamedTuple):
     """Per row."""
     rows: tuple[int, ...]
     """The row of each term."""
+    allowed: tuple[bytes, ...]
+    """Per row: the tokens that may be chosen; empty as a whole if no row has a limit."""
 
 
 class TermScores(NamedTuple):
@@ -225,15 +233,15 @@ def hidden_states(decoder: Decoder, one: Pass, trunk: KeysValues, *, flat: bool)
 def logits_chunks(one: Pass, vocab_size: int) -> Iterator[LogitsChunk]:
     """Yields the terms of a pass in order, in chunks bounded by `MAX_LOGITS`."""
     limit = max(1, MAX_LOGITS // vocab_size)
-    rows: dict[tuple[int, float], int] = {}
+    rows: dict[tuple[int, float, int], int] = {}
     terms, start = tuple(one.terms), 0
     for end, term in enumerate(terms):
-        if (term.at, term.temperature) not in rows and len(rows) == limit:
-            yield _logits_chunk(terms[start:end], rows)
+        if _row_key(term) not in rows and len(rows) == limit:
+            yield _logits_chunk(one, terms[start:end], rows)
             rows, start = {}, end
-        rows.setdefault((term.at, term.temperature), len(rows))
+        rows.setdefault(_row_key(term), len(rows))
     if rows:
-        yield _logits_chunk(terms[start:], rows)
+        yield _logits_chunk(one, terms[start:], rows)
 
 
 def score_chunk(decoder: Decoder, hidden: Tensor, chunk: LogitsChunk, *, entropy_slopes: bool = False) -> TermScores:
@@ -241,7 +249,10 @@ def score_chunk(decoder: Decoder, hidden: Tensor, chunk: LogitsChunk, *, entropy
     device = hidden.device
     temperatures = torch.tensor(chunk.temperatures, device=device, dtype=hidden.dtype).unsqueeze(1)
     states = hidden[torch.tensor(chunk.places, device=device)] / temperatures  # same as scaling the logits, but cheaper
-    logprobs = decoder.logits(states).log_softmax(dim=-1)  # [rows, vocab]
+    logits = decoder.logits(states)
+    if chunk.allowed:
+        logits = logits.masked_fill(~to_device(unpack_sets(chunk.allowed, logits.shape[-1]), device), FORBIDDEN)
+    logprobs = logits.log_softmax(dim=-1)  # [rows, vocab]
     with torch.set_grad_enabled(entropy_slopes and torch.is_grad_enabled()):
         spread = logprobs.exp()
         entropy = -(spread * logprobs if entropy_slopes else spread.mul_(logprobs)).sum(dim=-1)  # [rows]
@@ -257,6 +268,12 @@ def pass_logprobs(decoder: Decoder, one: Pass, trunk: KeysValues, *, flat: bool)
     return torch.cat([score_chunk(decoder, hidden, chunk).logprobs for chunk in logits_chunks(one, decoder.shape.vocab_size)])
 
 
-def _logits_chunk(terms: tuple[LossTerm, ...], rows: dict[tuple[int, float], int]) -> LogitsChunk:
-    places, temperatures = zip(*rows, strict=True)
-    return LogitsChunk(terms, places, temperatures, tuple(rows[term.at, term.temperature] for term in terms))
+def _row_key(term: LossTerm) -> tuple[int, float, int]:
+    return term.at, term.temperature, term.allowed
+
+
+def _logits_chunk(one: Pass, terms: tuple[LossTerm, ...], rows: dict[tuple[int, float, int], int]) -> LogitsChunk:
+    places, temperatures, _ = zip(*rows, strict=True)
+    sets = [at for *_, at in rows]
+    allowed = tuple(b"" if at < 0 else one.allowed[at] for at in sets) if max(sets) >= 0 else ()
+    return LogitsChunk(terms, places, temperatures, tuple(rows[_row_key(term)] for term in terms), allowed)

@@ -60,11 +60,11 @@ class TreeForward:
 
     def scored(self, one: Pass, trunk: KeysValues, length: int) -> Iterator[ScoredTerms]:
         decoder, hidden = self.decoder, self._run(one, trunk, length, None)
-        table = TermTable(one.terms, decoder.device)  # while the GPU computes
+        table = TermTable(one.terms, decoder.device, one.allowed)  # while the GPU computes
         states = hidden[table.places]
         weight = decoder.embed.weight if decoder.head is None else decoder.head.weight
         gradients: list[Tensor] = []
-        for chunk in table.chunks(self._logits_rows):
+        for chunk in table.chunks(self._logits_rows, decoder.shape.vocab_size):
             piece = states[chunk.rows].detach().requires_grad_()
             logprobs, entropy = score(piece, weight, chunk, compiled=self.compiled, entropy_slopes=self._entropy_slopes)
             kept = piece.detach()[chunk.pair_rows][chunk.term_pairs] if self._states else None
