@@ -2,8 +2,9 @@
 
     python -m bench.algorithms MODEL_FOLDER [--at-once 8] [--seeds 3] [--steps 10] [--limit-s 480] [--only NAME,…] [--json FILE]
 
-Losses take two updates a step, so that their ratios differ from 1. `control` has a learning rate of 0. Runs are made beside each other, several in each process: seconds are those of a shared GPU, for comparison
-with each other alone. What is not done by the limit is told as missing.
+Losses take two updates a step, so that their ratios differ from 1. `control` has a learning rate of 0. Runs are made beside each
+other, several in each process: seconds are those of a shared GPU, for comparison with each other alone. What is not done by the
+limit is told as missing.
 """
 
 import argparse
@@ -45,7 +46,9 @@ class AlgorithmResult(NamedTuple):
 
 
 def runs(seeds: int, only: set[str]) -> list[AlgorithmRun]:
-    named = {f"advantage {name}": (f"train.advantage={name}",) for name in ADVANTAGES.table if name not in LEFT_OUT}
+    named: dict[str, tuple[str, ...]] = {
+        f"advantage {name}": (f"train.advantage={name}",) for name in ADVANTAGES.table if name not in LEFT_OUT
+    }
     named |= {f"loss {name}": (f"train.loss={name}", "train.updates_per_step=2") for name in LOSSES.table}
     named["advantage pass_at_k"] += ("train.advantage_settings.passes=0.5",)
     named["control"] = ("train.lr=0.0",)
