@@ -18,6 +18,7 @@ from penstock.pool import POOLS
 from penstock.records import End
 from penstock.run.inputs import read_inputs
 from penstock.scale.run import gpu_shares, train_on_ray
+from penstock.system.packages import install_command
 
 TINY = Path(__file__).parents[1] / "helpers" / "tiny_run"
 STEPS, GROUPS, SIZE = 4, 2, 4
@@ -149,4 +150,4 @@ def test_missing_package_is_told_in_one_line(tmp_path):
     for overrides in ((), ("--set", "scale.name=none", "--set", "rollout.executor=ray")):
         done = subprocess.run([sys.executable, "-c", code, "train", file, *overrides], capture_output=True, text=True, timeout=120)
         said = f"{done.stdout}{done.stderr}"
-        assert done.returncode == 2 and 'Ray is not installed; pip install "penstock[ray]"' in said and "Traceback" not in said
+        assert done.returncode == 2 and f"Ray is not installed; {install_command('ray')}" in said and "Traceback" not in said

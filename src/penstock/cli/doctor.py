@@ -20,6 +20,7 @@ import typer
 from penstock.config import ModelSection, cache_folder, read_toml
 from penstock.errors import ConfigError
 from penstock.models import find_cached
+from penstock.system.packages import install_command
 from penstock.workspace.experiment import is_experiment, read_experiment
 from penstock.workspace.layout import EVALS, FOLDERS, TRAININGS, Workspace, find_workspace
 from penstock.workspace.sections import RunKind
@@ -116,7 +117,7 @@ def _version(name: str) -> str | None:
 
 
 def _pip(extra: str) -> str:
-    return f'pip install "penstock[{extra}]"' if extra else "pip install -e . (in the checkout)"
+    return install_command(extra) if extra else "pip install -e . (in the checkout)"
 
 
 def torch_device() -> Check:

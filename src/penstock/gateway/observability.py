@@ -14,6 +14,7 @@ from penstock.errors import ConfigError
 from penstock.gateway.auth import Headers
 from penstock.gateway.call import CallSummary
 from penstock.records import NO_LIMIT
+from penstock.system.packages import install_command
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
@@ -317,7 +318,7 @@ def _otlp_tracer(model: str) -> CallTracer:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as cause:
-        raise ConfigError(f"spans need OpenTelemetry ({cause}); run: pip install 'penstock[otel]'") from cause
+        raise ConfigError(f"spans need OpenTelemetry ({cause}); run: {install_command('otel')}") from cause
     named = {} if "OTEL_SERVICE_NAME" in os.environ else {"pipeline.name": "penstock-gateway"}
     provider = TracerProvider(resource=Resource.create(named))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))

@@ -13,6 +13,7 @@ from urllib.parse import quote
 from penstock.errors import ModelError
 from penstock.models import cache, convert, download, tiny
 from penstock.models.cache import ModelFolder, PullProgress, folder_problem
+from penstock.system.packages import install_command
 
 MB = 1_000_000
 
@@ -99,7 +100,7 @@ def _local_folder(reference: ModelReference) -> ModelFolder:
 def _require(plan: PullPlan) -> None:
     missing = [module for module in plan.needs if find_spec(module) is None]
     if missing:
-        raise ModelError(f"{plan.name} needs {', '.join(missing)} to be made; run: pip install 'penstock[local]'")
+        raise ModelError(f"{plan.name} needs {', '.join(missing)} to be made; run: {install_command('local')}")
 
 
 def _no_progress(stage: str, done: int = 0, total: int | None = None) -> None:

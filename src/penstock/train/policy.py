@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 
+from penstock.config import TrainSection
 from penstock.engines.adapter_files import ADAPTER_WEIGHTS, is_adapter
 from penstock.engines.base import Engine
 from penstock.engines.checkpoint_files import (
@@ -47,6 +48,9 @@ PART = ".part"
 """Suffix of a file or folder that is being written or removed."""
 DAMAGED = ".damaged"
 """Suffix of a checkpoint that was set aside."""
+
+MOST_STEPS, BYTES_PER_STEP = 10, 200_000_000
+"""Of `train.checkpoint_every = "auto"`: at most so many steps between checkpoints, one more for each so many bytes."""
 
 OnDisk = Callable[[Path], None]
 
@@ -90,6 +94,28 @@ def save(
             old.rename(old.with_suffix(PART))  # atomic, so a kill during removal leaves no half checkpoint
         _remove_partial(checkpoints)
     return target
+
+
+def checkpoint_interval(section: TrainSection, learners: Mapping[str, Learner]) -> int:
+    """Returns the steps between checkpoints: what `train.checkpoint_every` says, or more for larger ones."""
+    if section.checkpoint_every != "auto":
+        return section.checkpoint_every
+    return min(MOST_STEPS, 1 + sum(learner.checkpoint_bytes for learner in learners.values()) // BYTES_PER_STEP)
+
+
+def disk_problem(checkpoints: Path, section: TrainSection, learners: Mapping[str, Learner]) -> str:
+    """Says that the disk is too small for the checkpoints that are kept and the one that is being written; else an empty string."""
+    size = sum(learner.checkpoint_bytes for learner in learners.values())
+    there = sum(file.stat().st_size for file in checkpoints.rglob("*") if file.is_file())
+    needed = (section.checkpoints_kept + 1) * size - there
+    free = shutil.disk_usage(checkpoints.parent).free
+    if free >= needed:
+        return ""
+    return (
+        f"the disk of {checkpoints.parent} has {free / 1e9:.1f} GB free, and checkpoints take {needed / 1e9:.1f} GB more "
+        f"({section.checkpoints_kept + 1} of {size / 1e9:.1f} GB while one is written): free some, set run.folder to another disk, "
+        "or train.method = 'lora'"
+    )
 
 
 def latest(checkpoints: Path) -> PolicyVersion | None:

@@ -70,6 +70,8 @@ async def run_training(run: TrainingRun, stop: asyncio.Event) -> Summary:
         first_step=progress.step + 1,
         resumed=run.folder.resumed,
     )
+    if text := policy.disk_problem(run.folder.checkpoints, run.config.train, run.learners):
+        run.events.emit("notice", text=text)
     before = run.folder.evaluations().get("before-0")
     if progress.step == 0:  # else the start policy is not served any more
         before = await _unless_stopped(stop, evaluate(run, "before", 0))

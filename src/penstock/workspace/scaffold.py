@@ -8,6 +8,7 @@ from importlib import metadata
 from pathlib import Path
 
 from penstock.errors import ConfigError
+from penstock.system.packages import install_command
 from penstock.workspace.layout import DATASETS, EVALS, ROLLOUT_NAME, ROLLOUTS, TRAININGS, Workspace
 
 EXAMPLES = Path(__file__).parent.parent / "templates"
@@ -162,14 +163,14 @@ class Template:
     files: Callable[[], dict[str, str]]
     """Returns texts by path."""
     extra: str = ""
-    """Extra to install besides `penstock[local]`."""
+    """Extra whose packages it needs besides those of `local`."""
     rollout: str = ""
     """Name of the rollout if the template is a workspace; empty for a folder with a `penstock.toml`."""
 
     @property
     def next_commands(self) -> list[str]:
         """Returns the commands to run next, in that folder."""
-        install = [f'pip install "penstock[local,{self.extra}]"'] if self.extra else []
+        install = [install_command(self.extra)] if self.extra else []
         evals, trainings = (f" {folder}/{self.rollout}.toml" if self.rollout else "" for folder in (EVALS, TRAININGS))
         return [*install, f"penstock eval run{evals}", f"penstock train{trainings}"]
 

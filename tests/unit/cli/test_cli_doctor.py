@@ -8,6 +8,7 @@ import pytest
 from penstock.cli import doctor
 from penstock.cli.app import run
 from penstock.cli.doctor import Check, as_text
+from penstock.system.packages import install_command
 
 
 def test_every_extra_is_reported_with_the_line_that_installs_it():
@@ -15,7 +16,7 @@ def test_every_extra_is_reported_with_the_line_that_installs_it():
     assert {"penstock", "core", "local", "ray", "postgres"} <= set(found)
     assert found["core"].state == "ok"
     missing = [check for check in found.values() if check.state == "note"]
-    assert all(check.remedy == f'pip install "penstock[{check.name}]"' for check in missing)
+    assert all(check.remedy == install_command(check.name) for check in missing)
 
 
 def test_a_missing_extra_hinders_training_only_where_training_needs_it(monkeypatch):

@@ -12,6 +12,7 @@ from penstock.engines.text_endpoints.http import NOT_FOUND, UNAUTHORIZED, TextEn
 from penstock.engines.text_endpoints.openai import OpenAIReader, chat_request
 from penstock.errors import ConfigError, EngineBusy, EngineError, RequestError
 from penstock.http.client import QUOTED_CHARS, UpstreamError
+from penstock.system.packages import install_command
 
 FINAL_STATUSES = (400, 413, 422, *UNAUTHORIZED, NOT_FOUND)
 """Statuses that the same request would get again."""
@@ -97,4 +98,4 @@ def _library() -> ModuleType:
     try:
         return importlib.import_module("litellm")
     except ImportError as cause:
-        raise ConfigError(f"engine.name = 'litellm' needs that library ({cause}); run: pip install 'penstock[litellm]'") from cause
+        raise ConfigError(f"engine.name = 'litellm' needs that library ({cause}); run: {install_command('litellm')}") from cause

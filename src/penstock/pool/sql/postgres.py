@@ -14,13 +14,14 @@ from penstock.errors import ConfigError, PoolError, PoolFailed
 from penstock.pool.base import ChangeKind
 from penstock.pool.notifier import Notifier
 from penstock.pool.sql.database import CounterChange
+from penstock.system.packages import install_command
 
 try:
     import psycopg
     from psycopg import sql
     from psycopg.pq import TransactionStatus
 except ImportError as cause:
-    raise ConfigError("pool.name = 'postgres' needs psycopg: pip install 'penstock[postgres]'") from cause
+    raise ConfigError(f"pool.name = 'postgres' needs psycopg: {install_command('postgres')}") from cause
 
 FAULTS = (psycopg.Error, UnicodeError, OverflowError)
 """Errors that `explain` turns into a PoolError."""

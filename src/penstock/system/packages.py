@@ -1,0 +1,19 @@
+"""How to install the packages of one of our extras: by their own names, as `penstock` on the public index is another project."""
+
+from importlib import metadata
+
+from packaging.requirements import Requirement
+
+
+def install_command(*extras: str) -> str:
+    """Returns a `pip install` line that works anywhere; one for a checkout if our own metadata is not installed."""
+    try:
+        declared = [Requirement(text) for text in metadata.requires("penstock") or ()]
+    except metadata.PackageNotFoundError:
+        declared = []
+    wanted = [each for each in declared if each.marker and any(each.marker.evaluate({"extra": extra}) for extra in extras)]
+    if not wanted:
+        return f"pip install '.[{','.join(extras)}]' in a checkout of penstock"
+    options = (f"[{','.join(sorted(each.extras))}]" if each.extras else "" for each in wanted)
+    names = dict.fromkeys(f"'{each.name}{more}{each.specifier}'" for each, more in zip(wanted, options, strict=True))
+    return f"pip install {' '.join(names)}"
