@@ -37,7 +37,6 @@ from penstock.gateway.prompt import ContextBound, RootCache, make_prompt
 from penstock.gateway.reply import Delta, ReplyBuilder, ReplyText, SampledReply
 from penstock.records import Finish, Message, ReplyGrammar, Sampling, Step, Usage
 
-
 CLOSING_TAG = re.compile(r"\s*</\w+>")
 """Of reasoning, before the rest of a reply."""
 
