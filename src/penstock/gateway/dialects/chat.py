@@ -5,7 +5,7 @@ from typing import Any
 
 import orjson
 
-from penstock.chat.parsers.base import Reasoning
+from penstock.chat.parsers.base import Reasoning, Text
 from penstock.chat.templates import flatten
 from penstock.errors import RequestError
 from penstock.gateway.call import ConversationHistory, ModelCall
@@ -136,6 +136,8 @@ class ChatEvents:
         self._answer = answer
         self._tokenizer = tokenizer
         self._head = _head(answer, "chat.completion.chunk")
+        self._texts = [""] * answer.call.choices
+        """By choice, the content sent so far."""
 
     def start(self) -> bytes:
         choices = [_entry(choice, {"role": "assistant", "content": ""}) for choice in range(self._answer.call.choices)]
@@ -146,6 +148,8 @@ class ChatEvents:
 
     def delta(self, choice: int, deltas: list[Delta], unsent: UnsentTokens) -> bytes:
         changes: list[dict[str, Any]] = [_change(delta) for delta in deltas]
+        if self._answer.call.keeps_call_text:
+            self._texts[choice] += "".join(delta.text for delta in deltas if isinstance(delta, Text))
         if not changes and unsent.ids and (self._answer.call.token_ids or self._answer.call.logprobs):
             changes = [{}]  # tokens without visible text must still be sent
         parts = [self._event(choice, change) for change in changes[:-1]]
@@ -154,7 +158,9 @@ class ChatEvents:
         return b"".join(parts)
 
     def finish_choice(self, choice: int, step: Step, unsent: UnsentTokens) -> bytes:
-        return self._event(choice, {}, finish=_finish(step), unsent=unsent)
+        content = step.message["content"] if self._answer.call.keeps_call_text and step.message.get("tool_calls") else None
+        rest = {"content": content.removeprefix(self._texts[choice])} if content else {}
+        return self._event(choice, rest, finish=_finish(step), unsent=unsent)
 
     def finish(self, steps: list[Step]) -> bytes:
         usage = b""
