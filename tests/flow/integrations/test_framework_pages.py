@@ -1,9 +1,12 @@
 """The agents on the frameworks' pages run as they stand there."""
 
+import json
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
+from cli_cases import penstock
 from framework_cases import call, outcome_of
 
 from penstock.records import End
@@ -49,6 +52,23 @@ def test_every_agent_on_the_page_runs_and_gets_its_reward(tmp_path, page, place,
     done = outcome_of(load_agent(file, {}, {}), script)
     assert (done.end, done.message, done.breaks, done.transcripts) == (End.COMPLETED, "", [], transcripts)
     assert done.attempt.reward == 1.0
+
+
+@pytest.mark.slow  # each imports its framework, in a process of its own
+@pytest.mark.parametrize("page", [*SCRIPTS, "openai-agents.md"])
+def test_the_first_agent_of_a_page_runs_with_its_tasks_config_and_commands(tmp_path, page):
+    text = (DOCS / page).read_text()
+    for kind, name in (("python", "agent.py"), ("json", "tasks.jsonl"), ("toml", "train.toml")):
+        (tmp_path / name).write_text(re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL)[0])
+    [commands] = re.findall(r"```\n(penstock train train\.toml.*?)```", text, re.DOTALL)
+    lines = [line.partition("#")[0].split() for line in commands.splitlines()]
+    assert [line[1:] for line in lines] == [["train", "train.toml", "--dry-run"], ["train", "train.toml"]]
+    for line in lines:  # as printed, with a model that needs no download
+        small = ["--set", "model.name=tiny", "--set", "sampling.max_tokens=8"]
+        done = subprocess.run([*penstock(*line[1:]), *small], cwd=tmp_path, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, (line, done.stdout, done.stderr)
+    steps = [json.loads(line) for line in (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()]
+    assert [step["ends"] for step in steps] == [{"completed": step["rollouts"]} for step in steps]
 
 
 @pytest.mark.parametrize("page", SCRIPTS)
