@@ -153,9 +153,19 @@ class TrainSection(Section):
     target_modules: Annotated[tuple[LoraModule, ...], Field(min_length=1)] = LORA_MODULES
     """The linear layers that the adapter adds to; by default all but the head."""
     lr: float = Field(default=2e-5, ge=0)
-    """Of AdamW. For `lora`, the default is 5e-4."""
+    """Of the optimizer. For `lora`, the default is 5e-4."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the rate goes on after its warm-up: it stays, or falls to `lr_floor` at the last update."""
+    warmup_updates: int = Field(default=0, ge=0)
+    """Updates over which the rate rises to `lr`."""
+    lr_floor: float = Field(default=0.0, ge=0, le=1)
+    """Share of `lr` that a falling schedule ends at."""
+    optimizer: str = "adamw"
+    """`adamw`, or one of torch's by its name: `muon`, `sgd`, `adafactor` and others."""
+    optimizer_settings: dict[str, Any] = Field(default={}, exclude_if=lambda given: not given)
+    """Its further settings, as torch names them: `betas`, `momentum` and others."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """Of AdamW."""
+    """Of the optimizer."""
     advantage: str = "grpo"
     """How rewards become credit: `grpo`, `dr_grpo`, `rloo`, `gae` and others, see docs/algorithms.md."""
     advantage_settings: dict[str, Any] = Field(default={}, exclude_if=lambda given: not given)
@@ -177,7 +187,21 @@ class TrainSection(Section):
     """For tokens whose engine did not tell the probabilities that it sampled with, such as a vLLM in its default log-probabilities
     mode at another temperature than 1: `mask` does not train them; `recompute` takes the trainer's own, from before the update."""
     kl: float = Field(default=0.0, ge=0)
-    """Weight of the KL penalty to the start policy; 0 keeps no second model in memory."""
+    """Weight of the KL penalty to the reference policy; 0 keeps no second model in memory."""
+    kl_reference: Literal["start", "moving"] = "start"
+    """`start`: the start policy. `moving`: a copy of the policy that is made anew every `reference_every` updates."""
+    reference_every: int = Field(default=16, ge=1)
+    """Updates between two copies of a moving reference."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Of the divergence, from a token's two log-probabilities: their gap, half its square, or the one that is never negative."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """`loss`: a term of its own. `reward`: taken off the reward before credit is given; `k1` is for this alone."""
+    entropy: float = Field(default=0.0, ge=0)
+    """Weight of the bonus for the entropy of the distributions that tokens are sampled from."""
+    dynamic_sampling: bool = False
+    """Replace groups that teach nothing, as all their rewards are equal, by new ones (DAPO); they are dropped and counted."""
+    overlong: tuple[int, int] | None = None
+    """Sampled tokens of a rollout from which its reward gets less, and at which it gets 1 less (DAPO); None takes nothing."""
     grad_clip: float = Field(default=1.0, gt=0)
     """Largest norm of the gradient."""
     updates_per_step: int = Field(default=1, ge=1)
@@ -194,6 +218,9 @@ class TrainSection(Section):
     1 for checkpoints of up to 200 MB, and one more for each further 200 MB, up to 10."""
     checkpoints_kept: int = Field(default=2, ge=2)
     """The newest ones; at least two."""
+    attack_grader: bool = True
+    """Try worthless replies on the grader for some seconds before the first step, and warn of those that it rewards. Graders that
+    seem to ask a service are left alone."""
     device: str = "auto"
     """Of the learner, where the engine is on servers: `cpu`, `cuda`, `cuda:1`; `auto` takes the GPU with the most free memory,
     where there is one. The embedded engine shares its weights with the learner: there `engine.device` says it."""
@@ -204,6 +231,25 @@ class TrainSection(Section):
     @classmethod
     def _default_lr(cls, data: Any) -> Any:
         return {"lr": LORA_LR, **data} if isinstance(data, dict) and data.get("method") == "lora" else data  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+
+    @model_validator(mode="after")
+    def _refuse_ignored(self) -> Self:
+        def ignored(keys: tuple[str, ...], why: str) -> None:
+            for key in keys:
+                if getattr(self, key) != type(self).model_fields[key].default:
+                    raise ValueError(f"{key} has no effect while {why}")
+
+        if not self.kl:
+            ignored(("kl_reference", "kl_estimator", "kl_in", "reference_every"), "train.kl is 0; set that, or leave it out")
+        if self.kl_reference == "start":
+            ignored(("reference_every",), "train.kl_reference is 'start'; set that to 'moving', or leave it out")
+        if self.kl_estimator == "k1" and self.kl_in == "loss":
+            raise ValueError("the gradient of k1 in a loss is 0 in expectation; set kl_in = 'reward', or kl_estimator to k2 or k3")
+        if self.schedule == "constant":
+            ignored(("lr_floor",), "train.schedule is 'constant'; set that to linear or cosine, or leave it out")
+        if self.overlong is not None and not 0 <= self.overlong[0] < self.overlong[1]:
+            raise ValueError("overlong: the first number of tokens must be below the second, such as [400, 500]")
+        return self
 
     @field_validator("rank", "alpha", "target_modules")
     @classmethod

@@ -185,6 +185,11 @@ class Step:
     """The policy that was asked, of those in `[policies.*]`; empty in a run without them."""
 
     @property
+    def limited(self) -> bool:
+        """Whether its tokens were chosen from a known part of the vocabulary."""
+        return self.sampling.grammar is not None
+
+    @property
     def sampled(self) -> int:
         """How many tokens the reply has."""
         return len(self.completion_ids) if self.usage is None else self.usage.completion_tokens
@@ -342,6 +347,10 @@ class Sequence:
     """Per token: the policy version that sampled it; -1 where not trained."""
     steps: tuple[int, ...] = field(default=())
     """Per token: the step that sampled it; -1 where not trained."""
+    allowed: tuple[bytes, ...] = ()
+    """Per token: the tokens that it was chosen from, as `engines.embedded.token_sets` packs them; empty if these are all.
+
+    Empty as a whole if no token's choice was limited."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,11 +6,13 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
+from adapter_cases import random_adapter
 from aiohttp import web
-from engine_cases import read, write_policy
+from engine_cases import SHAPE, read, write_policy
 from killable_process import FULL
 
 from faults.upstream_cases import VERSIONS, FakeVllm, NumberedSender, engine_over, trouble
+from penstock.engines.adapter_files import model_digest
 from penstock.engines.retry import RetryPolicy
 from penstock.engines.servers import base, pauses, vllm
 from penstock.errors import PenstockError
@@ -53,6 +55,15 @@ async def other(request: web.Request) -> web.StreamResponse:
     return web.json_response({"detail": "something else"})
 
 
+async def nulls(request: web.Request) -> web.StreamResponse:
+    """Every field that is asked for, and nothing in it."""
+    return web.json_response(dict.fromkeys(FIELDS))
+
+
+async def numbers(request: web.Request) -> web.StreamResponse:
+    return web.json_response({field: [1] for field in FIELDS})
+
+
 def status(code: int) -> Cut:
     async def answer(request: web.Request) -> web.StreamResponse:
         return trouble(code, "made-up trouble")
@@ -60,6 +71,10 @@ def status(code: int) -> Cut:
     return answer
 
 
+FIELDS = (
+    "choices", "data", "is_paused", "message", "paths", "results", "status", "success", "version", "vllm_config", "vllm_env",
+    "weight_version", "world_size",
+)  # fmt: skip
 CUTS: dict[str, Cut] = {
     "reset": reset,
     "hang": hang,
@@ -67,12 +82,14 @@ CUTS: dict[str, Cut] = {
     "null": null,
     "garbage": garbage,
     "other": other,
+    "nulls": nulls,
+    "numbers": numbers,
     "404": status(404),
     "400": status(400),
     "500": status(500),
     "503": status(503),
 }
-WAYS = "folder", "transfer"
+WAYS = "folder", "transfer", "adapters", "sleep"
 SLICE = zip(itertools.cycle(("0.22.0", "0.32.0", "0.25.1")), CUTS, itertools.cycle(WAYS), strict=False)
 PLAYED = list(itertools.product(VERSIONS, CUTS, WAYS) if FULL else SLICE)
 
@@ -101,15 +118,18 @@ class CutAt:
 
 
 async def publish_twice(server: FakeVllm, folders: list[Path], way: str, silent_s: float = DEADLINE_S / 2) -> list[str]:
-    """What a run asks of a server: weights, sample, new weights, sample. Returns the errors."""
+    """What a run asks of a server: weights, sample, perhaps sleep, new weights, sample. Returns the errors."""
     errors: list[str] = []
     (written := asyncio.Event()).set()
     timeouts = RequestTimeouts(first_token_s=silent_s, stall_s=silent_s)
     policy = RetryPolicy(first_wait_s=0.0, recheck_s=0.01, probe_s=SILENT_S, down_s=0.2)
     options = {"load_s": silent_s, "control_s": silent_s}
     async with engine_over(server, folder=folders[0], timeouts=timeouts, policy=policy, **options) as engine:
-        for number, folder in enumerate(folders):
+        for number, folder in enumerate(folders[-2:]):
             try:
+                if number and way == "sleep":
+                    async with engine.asleep():
+                        assert server.asleep or server.cut
                 if number and way == "transfer":
                     sender = NumberedSender()
                     sender.number = number
@@ -124,8 +144,19 @@ async def publish_twice(server: FakeVllm, folders: list[Path], way: str, silent_
 
 def server_of(version: str) -> FakeVllm:
     server = FakeVllm(version=version)
-    server.backend, server.insecure = "ipc", True
+    server.backend, server.insecure, server.sleeps, server.takes_adapters = "ipc", True, True, True
     return server
+
+
+def write_versions(folder: Path, way: str) -> list[Path]:
+    """The model's folder, and those of two versions; the first of them is the model itself, or an adapter of it."""
+    model = write_policy(folder / "0")
+    if way != "adapters":
+        return [model, write_policy(folder / "1")]
+    for number in range(2):
+        (made := folder / f"adapter-{number}").mkdir()
+        random_adapter(SHAPE, seed=number, base=model, digest=model_digest(model)).save(made)
+    return [model, folder / "adapter-0", folder / "adapter-1"]
 
 
 async def requests_of_a_run(version: str, folders: list[Path], way: str) -> int:
@@ -142,7 +173,7 @@ async def requests_of_a_run(version: str, folders: list[Path], way: str) -> int:
 def test_no_answer_at_any_point_leaves_a_server_paused_or_a_run_without_an_end(
     version: str, kind: str, way: str, lasting: bool, tmp_path: Path
 ):
-    folders = [write_policy(tmp_path / str(number)) for number in range(2)]
+    folders = write_versions(tmp_path, way)
 
     async def case(first: int) -> None:
         async with room, server_of(version) as server:
@@ -155,12 +186,12 @@ def test_no_answer_at_any_point_leaves_a_server_paused_or_a_run_without_an_end(
                 async with asyncio.timeout(DEADLINE_S):
                     await base.bring_back_left(server.url, "")
                     await server.until_resumed()  # by the child process that the engine left behind
-            assert not server.paused and not server.crashed, f"after request {first}"
+            assert not server.paused and not server.asleep and not server.crashed, f"after request {first}"
             assert all("\n" not in error for error in errors)
 
     async def all_cases() -> None:
         total = await requests_of_a_run(version, folders, way)
-        assert total >= 16
+        assert total >= (10 if way == "adapters" else 16)
         async with asyncio.TaskGroup() as group:
             for first in range(0, total, 1 if FULL else 4 if lasting else 2):
                 group.create_task(case(first))

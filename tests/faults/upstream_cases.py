@@ -310,6 +310,7 @@ class FakeVllm:
                 self._running.clear()
                 return web.json_response({"status": "paused"})
             case "resume":
+                self.broken |= self.asleep  # its weights are not on the GPU
                 self._running.set()
                 return web.json_response({"status": "resumed"})
             case "reset_prefix_cache":

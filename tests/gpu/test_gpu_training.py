@@ -56,11 +56,12 @@ class CompiledLearner(Learner):
 
     way: type[TreeForward] = TreeForward
 
-    def _forward(self, decoder: Decoder, batch: Batch) -> Any:
+    def _forward(self, decoder: Decoder, batch: Batch, *, states: bool = False) -> Any:
         if batch.flat:
-            return super()._forward(decoder, batch)
+            return super()._forward(decoder, batch, states=states)
         half = decoder.embed.weight.dtype == torch.bfloat16
-        return self.way(decoder, compiled=half, logits_rows=300, checkpointed=lambda tokens: 1)
+        options = {"entropy_slopes": self.section.entropy > 0, "states": states}
+        return self.way(decoder, compiled=half, logits_rows=300, checkpointed=lambda tokens: 1, **options)
 
 
 def make_decoder(dtype: torch.dtype) -> Decoder:

@@ -19,6 +19,7 @@ from penstock.cli import (
     doctor,
     evaluate,
     gateway,
+    grader,
     models,
     pool,
     quickstart,
@@ -94,6 +95,7 @@ app.add_typer(rollout.app, name="rollout")
 app.command("report")(report.report)
 app.command("view")(view.view)
 app.command("verify")(verify.verify)
+app.add_typer(grader.app, name="grader")
 app.add_typer(pool.app, name="pool")
 app.add_typer(datasets.app, name="dataset")
 app.add_typer(models.app, name="model")
@@ -102,6 +104,20 @@ app.add_typer(secrets.app, name="secret")
 app.add_typer(controller.app, name="controller")
 app.command("doctor")(doctor.doctor)
 
+MAP = """Penstock makes any agent trainable. What to do first:
+
+  penstock doctor                 can this machine train?
+  penstock quickstart FOLDER      write a project that runs as it is; then, in that folder:
+  penstock eval run               measure its agent
+  penstock train                  improve the policy
+  penstock view                   look at it in a browser (--demo: at a recorded run)
+
+  penstock run -- COMMAND         record the model calls of any program
+  penstock template list          other projects to begin with
+  penstock --install-completion   complete commands with the tab key (bash, zsh, fish)
+
+penstock -h lists all commands, penstock COMMAND -h the options of one."""
+"""What `penstock` alone prints."""
 BUSY = 429
 """The HTTP status of a controller that will accept the request later."""
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -126,7 +142,7 @@ def root(
     Exit codes: 0 done, 1 failed, 2 bad input, 3 trained without learning anything, 130 stopped by Ctrl-C.
     """
     if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
+        typer.echo(MAP)
 
 
 def main() -> None:

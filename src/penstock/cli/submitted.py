@@ -27,6 +27,7 @@ from penstock.cli.output import (
 )
 from penstock.errors import ConfigError
 from penstock.run.folder import RunFolder
+from penstock.run.shortfalls import read_shortfalls, shortfall_rows
 
 if TYPE_CHECKING:
     from penstock.controller.client import ControllerClient
@@ -303,7 +304,6 @@ def _evaluation_rows(found: Mapping[str, Any]) -> list[tuple[str, object]]:
     results: Mapping[str, Any] = found.get("results") or {}
     stats: Mapping[str, Any] = results.get("reward_stats") or {}
     metrics: Mapping[str, Any] = found.get("metrics") or {}
-    reasons: Mapping[str, Mapping[str, Any]] = results.get("skipped_reasons") or {}
     chances: list[dict[str, Any]] = metrics.get("pass_at_k") or []
     passes = ", ".join(f"{one['k']}: {one['value']:.3g}" for one in chances if one.get("value") is not None)
     spread = ", ".join(f"{key} {stats[key]:.3g}" for key in ("median", "std", "min", "max") if stats.get(key) is not None)
@@ -313,14 +313,9 @@ def _evaluation_rows(found: Mapping[str, Any]) -> list[tuple[str, object]]:
         ("pass@k", passes),
         ("attempts", results.get("total_runs")),
         ("passed", f"{results['passed']} of {results.get('graded')} graded" if results.get("passed") is not None else None),
-        ("wrong", results.get("failed")),
-        *((_not_graded(end), f"{each['count']} {end}: {each['message'] or 'no message'}") for end, each in reasons.items()),
+        *shortfall_rows(read_shortfalls(results.get("shortfalls"))),
         ("tokens", results.get("total_tokens")),
     ]
-
-
-def _not_graded(end: str) -> str:
-    return "ungraded" if end == "grader_error" else "failed"
 
 
 def _training_rows(run: Mapping[str, Any], found: Mapping[str, Any]) -> list[tuple[str, object]]:

@@ -4,11 +4,12 @@ import shlex
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from textwrap import shorten, wrap
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import orjson
 
-from penstock.cli.output import aligned, clock, counts, percent, reward_text, sparkline
+from penstock.cli.output import PlainLine, aligned, clock, counts, percent, plain_text, reward_text, sparkline
+from penstock.run.shortfalls import read_shortfalls, shortfall_rows
 from penstock.train.stalled import FIRST, LAST
 
 if TYPE_CHECKING:
@@ -48,6 +49,20 @@ def as_object(result: TrainingResult) -> str:
     fields: dict[str, Any] = asdict(result.summary)
     fields |= {"reasons": result.reasons, "report": str(result.report) if result.report else None, "next": next_command(result)}
     return orjson.dumps(fields).decode()
+
+
+def as_lines(result: TrainingResult) -> str:
+    """The same as lines with tabs; inner numbers have names with dots, such as `ends.completed`."""
+    fields: dict[str, Any] = asdict(result.summary) | {"report": result.report, "next": next_command(result)}
+    lines: list[PlainLine] = []
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            lines += [PlainLine(f"{name}.{key}", inner) for key, inner in cast("dict[str, Any]", value).items()]
+        elif isinstance(value, list | tuple):
+            lines += [PlainLine(name, inner) for inner in cast("list[Any]", value)]
+        else:
+            lines.append(PlainLine(name, value))
+    return plain_text(lines)
 
 
 def as_text(result: TrainingResult) -> str:
@@ -116,6 +131,7 @@ def _result_rows(result: TrainingResult) -> list[tuple[str, str]]:
         message, count = max(messages.items(), key=lambda item: item[1])
         reason = shorten(f"{end} ({count}x): {message or 'no message'}", 400, placeholder="…")
         rows += [("", line) for line in wrap(reason, 66, break_long_words=False, subsequent_indent="  ")]
+    rows += shortfall_rows(read_shortfalls(summary.shortfalls))
     rows.append(("seconds", f"{summary.train_seconds:.0f}"))
     if summary.peak_memory_mb is not None:
         rows.append(("memory", f"{summary.peak_memory_mb:,.0f} MB at most"))

@@ -19,6 +19,7 @@ from penstock.evals.spending import Prices, RolloutUsage, Spending, prices_of, r
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
 from penstock.records import End, Group
+from penstock.run.shortfalls import ScoredEnd, Shortfall, shortfalls, shortfalls_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,8 @@ class EvalOutcome:
     ends: dict[str, int]
     reasons: dict[str, dict[str, int]]
     """For each end other than completed: its ten most common messages, with counts."""
+    shortfalls: dict[str, Shortfall] = field(default_factory=dict[str, Shortfall])
+    """How many attempts failed, were not graded, and were wrong, each with its commonest reason."""
     spent: Spending
     """Usage of the attempts that have ended."""
 
@@ -52,7 +55,9 @@ class EvalOutcome:
         del own["spent"]
         passes = {str(k): value._asdict() for k, value in self.passes.items()}
         parts = {name: value._asdict() for name, value in self.components.items()}
-        return own | {"reward": self.reward and self.reward._asdict(), "passes": passes, "components": parts} | self.spent.as_json()
+        short = shortfalls_json(self.shortfalls)
+        own |= {"reward": self.reward and self.reward._asdict(), "passes": passes, "components": parts, "shortfalls": short}
+        return own | self.spent.as_json()
 
 
 class EndedAttempt(NamedTuple):
@@ -112,6 +117,7 @@ def outcome(
         passes={k: estimate([_pass(each, k, section.passes) for each in whole]) for k in section.k if whole},
         ends=dict(Counter(str(each.end) for each in attempts)),
         reasons=_reasons(attempts),
+        shortfalls=shortfalls([ScoredEnd(str(each.end), each.message, each.reward) for each in attempts], section.passes),
         spent=spending([each.usage for each in attempts], prices=prices, seconds=seconds),
     )
 

@@ -53,6 +53,7 @@ class Gateway:
     sock: a bound socket, used instead of host and port.
     peers: the other workers on the same port; None if there are none.
     is_open: only the control routes need a token; it then listens on this machine only.
+    sessions: the session key opens a rollout for each session id that clients send.
     closed: routes that are refused, by the token that they need. A run with a grader closes those that would open, grade or end
         rollouts beside its runner: whoever calls them has a token that nobody was given.
     policies: by the model name that agents ask for; without them `engine` answers under every name.
@@ -76,12 +77,13 @@ class Gateway:
         tracer: CallTracer | None = None,
         peers: Peers | None = None,
         is_open: bool = False,
+        sessions: bool = False,
         closed: Collection[Access] = (),
         policies: Mapping[str, ServedPolicy] | None = None,
     ) -> None:
         self._closed = frozenset(closed)
         self._limits = limits = limits or GatewayLimits()
-        self.tokens = GatewayTokens(secret, is_open=is_open)
+        self.tokens = GatewayTokens(secret, is_open=is_open, sessions=sessions)
         if is_open:
             _require_loopback(sock.getsockname()[0] if sock else host)
         self._events = events or Events()
@@ -90,7 +92,7 @@ class Gateway:
         self._sock = sock
         self._tracer = tracer
         self._peers = peers
-        redactor = Redactor([self.tokens.control, self.tokens.admin, *secrets])
+        redactor = Redactor([self.tokens.control, self.tokens.admin, self.tokens.session_key, *secrets])
         source = make_source(engine, renderer)
         self._pipeline = CallPipeline(
             source, pool, self._events, limits=limits, redactor=redactor, policies=PolicySources(source, policies or {})

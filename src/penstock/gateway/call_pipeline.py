@@ -88,9 +88,11 @@ class CallPipeline:
         self, session: Session, caller: Caller, call: ModelCall, writer: ResponseWriter, response: PendingResponse
     ) -> None:
         """Answer one call. A retry whose answer is already recorded gets the recorded answer."""
-        for name in call.ignored:
+        for name in self._source(call).unmet(call):
             self.count(f"ignored:{name}")
         prompt = await self._prompt(session, caller, call)
+        for kind in prompt.omitted:
+            self.count(f"placeholder:{kind}")
         constrained = await self._constrain(call, prompt)
         samplings = self._samplings(call, session.sampling, prompt, constrained)
         context = CallContext(session, caller, call, prompt, writer, response)
@@ -232,6 +234,8 @@ class CallPipeline:
             self.count("behaviour_logprob_unknown")
         if reply.finish == "length":
             self.count("finish:length")
+        if reply.is_cut:
+            self.count("cut:parallel_tool_calls")
         step = await self._recorder.record(context.session, context.prompt, reply, metadata)
         summary.steps.append(step)
         return step

@@ -42,6 +42,7 @@ async def render_eval_page(found: StoredEvaluation, artifacts: Path | None = Non
 {histogram(list(found.seconds.values()), what="rollouts", of="time in seconds", low=0.0, high=0.0)}
 <h2>How rollouts ended</h2>
 {table(["end", "rollouts"], result.ends.items())}
+{table(["", "rollouts", "commonest reason"], [(kind, each.count, each.reason) for kind, each in result.shortfalls.items()])}
 {_reasons(result)}
 <h2>Transcripts</h2>
 {"".join(transcript(replace(pick, note=_note(artifacts, pick))) for pick in picked)}

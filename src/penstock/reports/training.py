@@ -26,6 +26,7 @@ from penstock.reports.html import (
 )
 from penstock.run.code import code_changes
 from penstock.run.folder import RunFolder, component_values, find_run_folder
+from penstock.run.shortfalls import add_shortfalls, read_shortfalls
 
 
 class HeldoutReward(NamedTuple):
@@ -75,6 +76,7 @@ def render_page(report: RunReport) -> str:
 {_exactness(report)}
 <h2>How rollouts ended, held-out ones included</h2>
 {table(["end", "rollouts"], report.ends.items()) if report.ends else "<p>None yet.</p>"}
+{_shortfalls(report.metrics)}
 <h2>Transcripts</h2>
 <p class="dim">{escape(report.picked_from)}</p>
 {"".join(transcript(pick) for pick in report.picks)}
@@ -98,6 +100,13 @@ def _tiles(report: RunReport) -> str:
             ("seconds", number(summary.get("train_seconds"))),
         ]
     )
+
+
+def _shortfalls(metrics: list[dict[str, Any]]) -> str:
+    """Rollouts of the trained groups that failed, were not graded, or were wrong. Entries of old runs lack them."""
+    found = add_shortfalls(read_shortfalls(entry.get("shortfalls")) for entry in metrics)
+    rows = [(kind, each.count, each.reason) for kind, each in found.items()]
+    return table(["of trained groups", "rollouts", "commonest reason"], rows) if rows else ""
 
 
 def _exact_rate(metrics: list[dict[str, Any]]) -> float | None:

@@ -17,6 +17,7 @@ from penstock.scale.actor_calls import EventBuffer, get_actor
 from penstock.scale.remote_rollouts import RemoteRollouts
 from penstock.scale.run_spec import RunSpec, exclusive_process
 from penstock.train.algorithm import load_advantage
+from penstock.train.allowed import AllowedReplay
 from penstock.train.policy import FolderPublisher
 from penstock.train.run import run_training
 from penstock.train.training_run import TrainingRun, open_learner
@@ -55,6 +56,7 @@ class AsyncTrainer:
                 publisher=FolderPublisher(learner, model=inputs.folder, scratch=folder.path / "served", load=rollouts.load),
                 learners={"": learner},
                 advantage=load_advantage(config.train),
+                replay=AllowedReplay(inputs.folder, learner.decoder.shape.vocab_size),
             )
             return to_json(await run_training(training, self._stop))
 

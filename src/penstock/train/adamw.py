@@ -18,8 +18,14 @@ class AdamW:
     weights: Mapping[str, Tensor]
     lr: float
     weight_decay: float
+    betas: tuple[float, float] = BETAS
+    eps: float = EPSILON
     state: dict[str, dict[str, Tensor]] = field(default_factory=dict[str, dict[str, Tensor]])
     """By weight and kind; a weight has none before its first step."""
+
+    @property
+    def updates(self) -> int:
+        return max((int(kinds["step"]) for kinds in self.state.values()), default=0)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -40,10 +46,10 @@ class AdamW:
             [],
             steps,
             lr=self.lr,
-            beta1=BETAS[0],
-            beta2=BETAS[1],
+            beta1=self.betas[0],
+            beta2=self.betas[1],
             weight_decay=self.weight_decay,
-            eps=EPSILON,
+            eps=self.eps,
             amsgrad=False,
             maximize=False,
         )

@@ -81,6 +81,7 @@ def _bind(registry: Registry, name: str, given: dict[str, Any], section: TrainSe
     def bound(what: Any) -> Any:
         return function(what, settings)
 
+    bound.settings = settings  # pyright: ignore[reportAttributeAccessIssue]
     return bound
 
 

@@ -49,6 +49,8 @@ class LossTerm(NamedTuple):
     weight: float
     token: int = -1
     """Which token of the batch's sequences it is, counted over all of them."""
+    allowed: int = -1
+    """Index in `Pass.allowed` of the tokens that it was chosen from; -1 if these are all."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,6 +67,7 @@ class LossTerms:
     advantage: npt.NDArray[np.float64]
     weight: npt.NDArray[np.float64]
     token: npt.NDArray[np.int64]
+    allowed: npt.NDArray[np.int64]
 
     def __len__(self) -> int:
         return len(self.at)
@@ -74,7 +77,7 @@ class LossTerms:
 
 
 _NO_INTEGERS, _NO_NUMBERS = np.zeros(0, np.int64), np.zeros(0)
-NO_TERMS = LossTerms(_NO_INTEGERS, _NO_INTEGERS, _NO_NUMBERS, _NO_NUMBERS, _NO_NUMBERS, _NO_NUMBERS, _NO_INTEGERS)
+NO_TERMS = LossTerms(_NO_INTEGERS, _NO_INTEGERS, _NO_NUMBERS, _NO_NUMBERS, _NO_NUMBERS, _NO_NUMBERS, _NO_INTEGERS, _NO_INTEGERS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +88,8 @@ class Pass:
     positions: tuple[int, ...]
     rows: tuple[PassRow, ...]
     terms: LossTerms = NO_TERMS
+    allowed: tuple[bytes, ...] = ()
+    """Sets of tokens; see `Sequence.allowed`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,22 +272,29 @@ class _PassLayout:
 
     def finish(self) -> Pass:
         """Returns the pass, with its terms in the order of computation."""
-        parts = [_terms(each, self.trunk, spans) for each, spans in self.placed]
+        sets: dict[bytes, int] = {}
+        parts = [_terms(each, self.trunk, spans, sets) for each, spans in self.placed]
         columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
-        order = np.lexsort((columns[2], columns[0]))
+        order = np.lexsort((columns[-1], columns[2], columns[0]))
         terms = LossTerms(*(column[order] for column in columns))
-        return Pass(ids=tuple(self.ids), positions=tuple(self.positions), rows=tuple(self.rows), terms=terms)
+        rows = tuple(self.rows)
+        return Pass(ids=tuple(self.ids), positions=tuple(self.positions), rows=rows, terms=terms, allowed=tuple(sets))
 
 
-def _terms(each: _Numbered, trunk: int, spans: list[tuple[int, int]]) -> "tuple[npt.NDArray[Any], ...]":
-    """Returns the fields of `LossTerms` for one sequence, in the order of its tokens."""
+def _terms(each: _Numbered, trunk: int, spans: list[tuple[int, int]], sets: dict[bytes, int]) -> "tuple[npt.NDArray[Any], ...]":
+    """Returns the fields of `LossTerms` for one sequence, in the order of its tokens. New sets of tokens are added to `sets`."""
     sequence = each.sequence
     trained = np.flatnonzero(sequence.trained[1:])  # indices of the tokens that predict
     at = np.concatenate([np.arange(start, stop) for start, stop in spans])
     targets = np.array(sequence.token_ids[1:])[trained]
     columns = (sequence.temperatures, sequence.logprobs, sequence.advantages)
     numbers = (np.array(column[1:], np.float64)[trained] for column in columns)
-    return at[trained - trunk], targets, *numbers, np.full(len(trained), sequence.weight), trained + 1 + each.first
+    allowed = np.full(len(trained), -1)
+    if sequence.allowed:
+        limits = [sequence.allowed[place + 1] for place in trained.tolist()]
+        allowed = np.array([sets.setdefault(limit, len(sets)) if limit else -1 for limit in limits])
+    weights, tokens = np.full(len(trained), sequence.weight), trained + 1 + each.first
+    return at[trained - trunk], targets, *numbers, weights, tokens, allowed
 
 
 def _cut(spans: list[tuple[int, int]], length: int) -> list[tuple[int, int]]:

@@ -9,7 +9,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from penstock.engines.embedded.decoder import Decoder, causal
+from penstock.engines.embedded.token_sets import unpack_sets
 from penstock.train.batches import LossTerm, Pass, PassRow
+from penstock.train.transfer import to_device
 
 MAX_PADDING = 1.25
 """Largest ratio of padded to real work in a block. Higher means fewer calls but more work on padding."""
@@ -123,8 +125,12 @@ KeysValues = list[tuple[Tensor, Tensor]]
 """Keys and values per layer; each `PassForward` has its own layout of them."""
 
 
+FORBIDDEN = -1e30
+"""The logit of a token that could not be chosen. Finite, so that its probability of 0 times its logarithm is 0."""
+
+
 class LogitsChunk(NamedTuple):
-    """Consecutive terms of a pass whose logits are computed together, one row per distinct place and temperature."""
+    """Consecutive terms of a pass whose logits are computed together, one row per distinct place, temperature and set of tokens."""
 
     terms: tuple[LossTerm, ...]
     places: tuple[int, ...]
@@ -133,6 +139,8 @@ class LogitsChunk(NamedTuple):
     """Per row."""
     rows: tuple[int, ...]
     """The row of each term."""
+    allowed: tuple[bytes, ...]
+    """Per row: the tokens that may be chosen; empty as a whole if no row has a limit."""
 
 
 class TermScores(NamedTuple):
@@ -140,7 +148,7 @@ class TermScores(NamedTuple):
 
     logprobs: Tensor
     entropy: Tensor
-    """Entropy of the distribution at the term's place and temperature, without a gradient."""
+    """Entropy of the distribution at the term's place and temperature, without a gradient unless asked for."""
 
 
 class ScoredTerms(NamedTuple):
@@ -151,6 +159,8 @@ class ScoredTerms(NamedTuple):
     behaviour: Tensor
     advantages: Tensor
     weights: Tensor
+    states: Tensor | None = None
+    """[terms, hidden]: the hidden states that predict them, where asked for; without a gradient."""
 
 
 class PassForward(Protocol):
@@ -172,8 +182,9 @@ class PassForward(Protocol):
 class EagerForward:
     """A `PassForward` of plain operations: the only one on a CPU, and the oracle for others."""
 
-    def __init__(self, decoder: Decoder, *, flat: bool) -> None:
-        self._decoder, self._flat = decoder, flat
+    def __init__(self, decoder: Decoder, *, flat: bool, entropy_slopes: bool = False, states: bool = False) -> None:
+        """`entropy_slopes`: entropies have a gradient. `states`: hidden states are given with the terms."""
+        self._decoder, self._flat, self._entropy_slopes, self._states = decoder, flat, entropy_slopes, states
 
     def trunk_states(self, ids: Sequence[int]) -> KeysValues:
         return trunk_states(self._decoder, ids)
@@ -182,11 +193,12 @@ class EagerForward:
         hidden = hidden_states(self._decoder, one, trunk, flat=self._flat)
         leaf = hidden.detach().requires_grad_()  # sums the gradients of all chunks
         for chunk in logits_chunks(one, self._decoder.shape.vocab_size):
-            scores = score_chunk(self._decoder, leaf, chunk)
+            scores = score_chunk(self._decoder, leaf, chunk, entropy_slopes=self._entropy_slopes)
             columns = torch.tensor(
                 [(t.logprob, t.advantage, t.weight) for t in chunk.terms], dtype=torch.float64, device=leaf.device
             )
-            yield ScoredTerms(*scores, columns[:, 0].float(), columns[:, 1].float(), columns[:, 2])
+            states = leaf.detach()[[term.at for term in chunk.terms]] if self._states else None
+            yield ScoredTerms(*scores, columns[:, 0].float(), columns[:, 1].float(), columns[:, 2], states)
         if leaf.grad is not None:
             hidden.backward(leaf.grad)
 
@@ -221,25 +233,29 @@ def hidden_states(decoder: Decoder, one: Pass, trunk: KeysValues, *, flat: bool)
 def logits_chunks(one: Pass, vocab_size: int) -> Iterator[LogitsChunk]:
     """Yields the terms of a pass in order, in chunks bounded by `MAX_LOGITS`."""
     limit = max(1, MAX_LOGITS // vocab_size)
-    rows: dict[tuple[int, float], int] = {}
+    rows: dict[tuple[int, float, int], int] = {}
     terms, start = tuple(one.terms), 0
     for end, term in enumerate(terms):
-        if (term.at, term.temperature) not in rows and len(rows) == limit:
-            yield _logits_chunk(terms[start:end], rows)
+        if _row_key(term) not in rows and len(rows) == limit:
+            yield _logits_chunk(one, terms[start:end], rows)
             rows, start = {}, end
-        rows.setdefault((term.at, term.temperature), len(rows))
+        rows.setdefault(_row_key(term), len(rows))
     if rows:
-        yield _logits_chunk(terms[start:], rows)
+        yield _logits_chunk(one, terms[start:], rows)
 
 
-def score_chunk(decoder: Decoder, hidden: Tensor, chunk: LogitsChunk) -> TermScores:
+def score_chunk(decoder: Decoder, hidden: Tensor, chunk: LogitsChunk, *, entropy_slopes: bool = False) -> TermScores:
     """Returns the scores of a chunk's terms at their temperatures. `hidden` is that of the whole pass, [time, hidden]."""
     device = hidden.device
     temperatures = torch.tensor(chunk.temperatures, device=device, dtype=hidden.dtype).unsqueeze(1)
     states = hidden[torch.tensor(chunk.places, device=device)] / temperatures  # same as scaling the logits, but cheaper
-    logprobs = decoder.logits(states).log_softmax(dim=-1)  # [rows, vocab]
-    with torch.no_grad():
-        entropy = -logprobs.exp().mul_(logprobs).sum(dim=-1)  # [rows]
+    logits = decoder.logits(states)
+    if chunk.allowed:
+        logits = logits.masked_fill(~to_device(unpack_sets(chunk.allowed, logits.shape[-1]), device), FORBIDDEN)
+    logprobs = logits.log_softmax(dim=-1)  # [rows, vocab]
+    with torch.set_grad_enabled(entropy_slopes and torch.is_grad_enabled()):
+        spread = logprobs.exp()
+        entropy = -(spread * logprobs if entropy_slopes else spread.mul_(logprobs)).sum(dim=-1)  # [rows]
     rows = torch.tensor(chunk.rows, device=device)
     targets = torch.tensor([term.target for term in chunk.terms], device=device)
     return TermScores(logprobs[rows, targets], entropy[rows])
@@ -252,6 +268,12 @@ def pass_logprobs(decoder: Decoder, one: Pass, trunk: KeysValues, *, flat: bool)
     return torch.cat([score_chunk(decoder, hidden, chunk).logprobs for chunk in logits_chunks(one, decoder.shape.vocab_size)])
 
 
-def _logits_chunk(terms: tuple[LossTerm, ...], rows: dict[tuple[int, float], int]) -> LogitsChunk:
-    places, temperatures = zip(*rows, strict=True)
-    return LogitsChunk(terms, places, temperatures, tuple(rows[term.at, term.temperature] for term in terms))
+def _row_key(term: LossTerm) -> tuple[int, float, int]:
+    return term.at, term.temperature, term.allowed
+
+
+def _logits_chunk(one: Pass, terms: tuple[LossTerm, ...], rows: dict[tuple[int, float, int], int]) -> LogitsChunk:
+    places, temperatures, _ = zip(*rows, strict=True)
+    sets = [at for *_, at in rows]
+    allowed = tuple(b"" if at < 0 else one.allowed[at] for at in sets) if max(sets) >= 0 else ()
+    return LogitsChunk(terms, places, temperatures, tuple(rows[_row_key(term)] for term in terms), allowed)

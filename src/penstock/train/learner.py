@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import compress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
@@ -24,19 +26,24 @@ from penstock.engines.embedded.lora import Adapter, read_adapter, share_decoder
 from penstock.engines.embedded.weights import load_decoder, save_decoder
 from penstock.errors import TrainError
 from penstock.records import Sequence
-from penstock.train.adamw import KINDS, AdamW
-from penstock.train.algorithm import load_loss
+from penstock.train.advantages.base import SequenceTokens, needs_of
+from penstock.train.algorithm import Advantage, load_advantage, load_loss
 from penstock.train.batches import CPU_TOKENS_PER_PASS, Batch, PassSet, pack
 from penstock.train.compiling import is_compile_error
 from penstock.train.forward import EagerForward, PassForward, ScoredTerms
-from penstock.train.losses.base import Loss, LossTokens, k3, takes_whole_sequences
+from penstock.train.losses.base import ESTIMATORS, Loss, LossTokens, takes_whole_sequences
 from penstock.train.masters import MasterWeights
 from penstock.train.memory import PassMemory
+from penstock.train.optimizers import make_optimizer
+from penstock.train.schedules import lr_share
+from penstock.train.value_head import ValueHead
 
 MAX_HALVINGS = 6
 """An update fails if memory still runs out after so many halvings of what a pass may take."""
 COMPILED_FROM = 1e14
 """Layers are compiled (half a minute, once) for updates of at least so many operations: a third of a second of a fast GPU."""
+VALUE_LR, VALUE_UPDATES = 1e-2, 8
+"""Of a value head whose advantage says nothing of them."""
 MOST_DENSE = 8192
 """Longer passes are compiled too: without, the mask has a number for every pair of tokens."""
 
@@ -56,7 +63,7 @@ class UpdateMetrics:
     kl_behaviour: float = 0.0
     """KL between the sampling policy and the trained one: from staleness, and from differences between engine and trainer."""
     kl_reference: float = 0.0
-    """KL to the start policy; 0 if `train.kl` is 0, as it is not measured then."""
+    """KL to the reference policy; 0 if `train.kl` is 0, as it is not measured then."""
     logprob_gap: float = 0.0
     """The largest difference between engine and trainer in the log-probability of a token."""
     entropy: float = 0.0
@@ -66,6 +73,10 @@ class UpdateMetrics:
     forwarded_tokens: int = 0
     memory_halvings: int = 0
     """How often the GPU's memory has run out since the run began, so that passes were made smaller."""
+    lr: float = 0.0
+    """The rate of the update, as its schedule says."""
+    value_error: float = 0.0
+    """The value head's mean squared error before it was trained on this batch; 0 without one."""
 
 
 def total_metrics(parts: SequenceOf[UpdateMetrics]) -> UpdateMetrics:
@@ -77,7 +88,7 @@ def total_metrics(parts: SequenceOf[UpdateMetrics]) -> UpdateMetrics:
     def mean(name: str) -> float:
         return sum(getattr(part, name) * part.trained_tokens for part in parts) / tokens
 
-    means = ("ratio", "importance", "clip_fraction", "kl_behaviour", "kl_reference", "entropy")
+    means = ("ratio", "importance", "clip_fraction", "kl_behaviour", "kl_reference", "entropy", "value_error")
     return UpdateMetrics(
         loss=sum(part.loss for part in parts),
         grad_norm=math.hypot(*(part.grad_norm for part in parts)),
@@ -86,6 +97,7 @@ def total_metrics(parts: SequenceOf[UpdateMetrics]) -> UpdateMetrics:
         trained_tokens=sum(part.trained_tokens for part in parts),
         forwarded_tokens=sum(part.forwarded_tokens for part in parts),
         memory_halvings=max(part.memory_halvings for part in parts),
+        lr=max(part.lr for part in parts),
         **{name: mean(name) for name in means},
     )
 
@@ -101,10 +113,10 @@ class UpdateResult(NamedTuple):
 
 
 class Learner:
-    """AdamW over the decoder's parameters, or over those of an adapter.
+    """An optimizer over the decoder's parameters, or over those of an adapter.
 
     Weights in half precision have float32 copies, the masters, which are trained instead. If `train.kl` > 0, the decoder at
-    construction is copied as the start policy, so construct before restoring a checkpoint.
+    construction is copied as the reference policy, so construct before restoring a checkpoint.
     """
 
     def __init__(
@@ -123,7 +135,9 @@ class Learner:
         self.section, self.adapter = section, adapter
         self.decoder = decoder if adapter is None else share_decoder(decoder)
         self._loss: Callable[[LossTokens], Loss] = load_loss(section)
-        self._start = self._start_policy() if section.kl > 0 else None
+        self._moving: Mapping[str, Tensor] = {}
+        """The weights of a moving reference."""
+        self._reference = self._reference_policy() if section.kl > 0 else None
         if adapter is not None:
             adapter.attach(self.decoder)
         self._weights = dict(decoder.named_parameters()) if adapter is None else adapter.parameters
@@ -135,13 +149,31 @@ class Learner:
         self._compiled, self._compilable = False, True
         self._thread = None if self._memory is None else ThreadPoolExecutor(1, "learner")
         """Always the same one: cuDNN prepares for each shape once per thread."""
-        self._optimizer = AdamW(self._masters, lr=section.lr, weight_decay=section.weight_decay)
+        self._optimizer = make_optimizer(self._masters, section)
+        self._value_head = self._make_value_head()
+        self._value_targets: _ValueTargets | None = None
 
-    def _start_policy(self) -> Decoder:
+    def _reference_policy(self) -> Decoder:
         """A copy of the decoder; without a copy of the weights if these are not trained."""
-        if self.adapter is not None:
-            return share_decoder(self.decoder)
-        return copy.deepcopy(self.decoder).requires_grad_(False)
+        moves = self.section.kl_reference == "moving"
+        if self.adapter is None:
+            reference = copy.deepcopy(self.decoder).requires_grad_(False)
+            self._moving = dict(reference.named_parameters()) if moves else {}
+            return reference
+        reference = share_decoder(self.decoder)
+        if moves:
+            own = copy.deepcopy(self.adapter)
+            own.attach(reference)
+            self._moving = {name: weight.requires_grad_(False) for name, weight in own.parameters.items()}
+        return reference
+
+    def _make_value_head(self) -> ValueHead | None:
+        advantage = load_advantage(self.section)
+        if "values" not in needs_of(advantage):
+            return None
+        settings: Any = getattr(advantage, "settings", None)
+        lr, updates = getattr(settings, "value_lr", VALUE_LR), getattr(settings, "value_updates", VALUE_UPDATES)
+        return ValueHead(self.decoder.shape.hidden, lr=lr, updates=updates, device=self.decoder.device)
 
     @property
     def rounds(self) -> bool:
@@ -156,7 +188,17 @@ class Learner:
     @property
     def updates(self) -> int:
         """How many updates the weights have had, those before a resume included."""
-        return max((int(state["step"]) for state in self._optimizer.state.values()), default=0)
+        return self._optimizer.updates
+
+    @property
+    def lr(self) -> float:
+        """The rate of the next update."""
+        section = self.section
+        total = section.steps * section.updates_per_step
+        share = lr_share(
+            self.updates, schedule=section.schedule, warmup=section.warmup_updates, total=total, floor=section.lr_floor
+        )
+        return section.lr * share
 
     @property
     def served_share(self) -> float:
@@ -222,7 +264,7 @@ class Learner:
         log.warning("layers cannot be compiled here, so updates are slower: %s", str(cause).strip().partition("\n")[0])
 
     def _compute(self, batch: Batch, proximal: Tensor | None) -> UpdateResult:
-        self.zero()
+        self._zero_gradients()
         whole = self._whole_loss(batch, proximal) if takes_whole_sequences(self._loss) else None
         parts: list[_ChunkResult] = []
         for pass_set in batch.pass_sets:
@@ -231,7 +273,9 @@ class Learner:
             return UpdateResult(UpdateMetrics(), torch.zeros(0), torch.zeros(0))
         norm = torch.nn.utils.clip_grad_norm_(self._masters.values(), self.section.grad_clip)
         halvings = 0 if self._memory is None else self._memory.halvings
-        metrics = replace(_metrics(parts, batch, grad_norm=float(norm)), memory_halvings=halvings)
+        metrics = replace(_metrics(parts, batch, grad_norm=float(norm)), memory_halvings=halvings, lr=self.lr)
+        if self._value_targets is not None:
+            metrics = replace(metrics, value_error=self._value_targets.error)
         if not (math.isfinite(metrics.loss) and math.isfinite(metrics.grad_norm)):
             self.zero()
             raise TrainError(
@@ -241,12 +285,84 @@ class Learner:
         before = torch.cat([part.tokens.new for part in parts]) if proximal is None else proximal
         return UpdateResult(metrics, before, torch.cat([part.entropy for part in parts]))
 
+    def credit_tokens(
+        self, sequences: SequenceOf[Sequence], rewards: SequenceOf[list[float]], advantage: Advantage
+    ) -> list[Sequence]:
+        """Returns the sequences with the credit that an advantage of tokens gives, from the `rewards` of their trained tokens."""
+        if self._thread is None:
+            return self._credit_tokens(sequences, rewards, advantage)
+        return self._thread.submit(self._credit_tokens, sequences, rewards, advantage).result()
+
+    def _credit_tokens(
+        self, sequences: SequenceOf[Sequence], rewards: SequenceOf[list[float]], advantage: Advantage
+    ) -> list[Sequence]:
+        values = self._expect(sequences, rewards, getattr(getattr(advantage, "settings", None), "discount", 1.0))
+        tokens = [
+            SequenceTokens(
+                rollout_id=sequence.rollout_id,
+                steps=list(compress(sequence.steps, sequence.trained)),
+                rewards=earned,
+                logprobs=list(compress(sequence.logprobs, sequence.trained)),
+                values=expected,
+                teacher=[],
+            )
+            for sequence, earned, expected in zip(sequences, rewards, values, strict=True)
+        ]
+        credit = zip(sequences, advantage(tokens), strict=True)
+        return [replace(sequence, advantages=_placed(sequence, values)) for sequence, values in credit]
+
+    def _expect(self, sequences: SequenceOf[Sequence], rewards: SequenceOf[list[float]], discount: float) -> list[list[float]]:
+        """Returns what the value head expects at each trained token, and keeps what it is to be trained on."""
+        if self._value_head is None:
+            return [[] for _ in sequences]
+        batch = self.pack(sequences, rollouts=1)
+        order = np.argsort(batch.columns().token)  # trained tokens in the order of the sequences
+        states = self._states(batch)[torch.from_numpy(order).to(self.decoder.device)]  # pyright: ignore[reportUnknownMemberType]
+        expected = self._value_head(states)
+        returns = torch.tensor([value for each in rewards for value in _to_go(each, discount)], device=states.device)
+        self._value_targets = _ValueTargets(states, returns, float((expected - returns).square().mean()))
+        flat = iter(cast("list[float]", expected.tolist()))
+        return [[next(flat) for _ in each] for each in rewards]
+
+    @torch.no_grad()
+    def _states(self, batch: Batch) -> Tensor:
+        """Returns the hidden states that predict the terms, [trained tokens, hidden]."""
+        parts: list[Tensor] = []
+        for pass_set in batch.pass_sets:
+            forward = self._forward(self.decoder, batch, states=True)
+            trunk, length = forward.trunk_states(pass_set.trunk), len(pass_set.trunk)
+            parts += [
+                terms.states for one in pass_set.passes for terms in forward.scored(one, trunk, length) if terms.states is not None
+            ]
+        return torch.cat(parts)
+
+    def reference_gaps(self, sequences: SequenceOf[Sequence]) -> list[list[float]]:
+        """Returns estimates of the divergence from the reference policy, for the trained tokens of each sequence."""
+        if self._reference is None or not sequences:
+            return [[] for _ in sequences]
+        batch = self.pack(sequences, rollouts=1)
+        columns, order = batch.columns(), np.argsort(batch.columns().token)
+        sampled = torch.from_numpy(columns.logprob).to(self.decoder.device).float()  # pyright: ignore[reportUnknownMemberType]
+        gaps = ESTIMATORS[self.section.kl_estimator](sampled, self.logprobs(batch, self._reference))
+        flat = iter(cast("list[float]", gaps.cpu()[torch.from_numpy(order)].tolist()))  # pyright: ignore[reportUnknownMemberType]
+        return [[next(flat) for flag in sequence.trained if flag] for sequence in sequences]
+
     def apply(self) -> None:
         """Takes one optimizer step in place; does nothing without gradients."""
         if any(master.grad is not None for master in self._masters.values()):
+            self._optimizer.lr = self.lr
             self._optimizer.step()
             self.publish()
+            self._move_reference()
+            if self._value_head is not None and self._value_targets is not None:
+                self._value_head.fit(self._value_targets.states, self._value_targets.returns)
         self.zero()
+
+    @torch.no_grad()
+    def _move_reference(self) -> None:
+        if self._moving and self.updates % self.section.reference_every == 0:
+            for name, weight in self._moving.items():
+                weight.copy_(self._weights[name])
 
     def publish(self) -> None:
         """Rounds the masters into the decoder's weights, in place; does nothing where those are float32."""
@@ -258,6 +374,10 @@ class Learner:
         return all(bool(torch.isfinite(weight).all()) for weight in self._weights.values())
 
     def zero(self) -> None:
+        self._value_targets = None
+        self._zero_gradients()
+
+    def _zero_gradients(self) -> None:
         for weight, master in zip(self._weights.values(), self._masters.values(), strict=True):
             weight.grad = master.grad = None
 
@@ -272,14 +392,24 @@ class Learner:
         tensors = {} if self._rounded is None else {f"master.{name}": master for name, master in self._masters.items()}
         for name, kinds in self._optimizer.state.items():
             tensors |= {f"{kind}.{name}": value for kind, value in kinds.items()}
-        return tensors
+        tensors |= {f"reference.{name}": weight for name, weight in self._moving.items()}
+        return tensors | ({} if self._value_head is None else self._value_head.state())
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Restores the result of `state`. Restore the weights first."""
-        names = list(self._masters)
-        started = [name for name in names if f"step.{name}" in tensors]
-        self._optimizer.load({name: {kind: tensors[f"{kind}.{name}"] for kind in KINDS} for name in started})
-        exact = {name: tensors[f"master.{name}"] for name in names if f"master.{name}" in tensors}
+        state, exact = dict[str, dict[str, Tensor]](), dict[str, Tensor]()
+        for key, value in tensors.items():
+            kind, _, name = key.partition(".")
+            if kind == "reference" and name in self._moving:
+                with torch.no_grad():
+                    self._moving[name].copy_(value)
+            elif kind == "master":
+                exact[name] = value
+            elif name in self._masters and kind not in ("reference", "value"):
+                state.setdefault(name, {})[kind] = value
+        self._optimizer.load(state)
+        if self._value_head is not None:
+            self._value_head.load(tensors)
         if self._rounded is not None:
             self._rounded.load(exact)
         else:  # saved by a run in half precision: its masters are more exact than its weights
@@ -375,23 +505,30 @@ class Learner:
         old = new.detach() if proximal is None else proximal
         tokens = LossTokens(new, old, _behaviour(terms.behaviour, old), terms.advantages)
         loss = self._loss(tokens) if whole is None else whole.loss
-        penalty = torch.zeros_like(new) if reference is None else k3(new, reference)
+        penalty = torch.zeros_like(new) if reference is None else ESTIMATORS[self.section.kl_estimator](new, reference)
         weights = (terms.weights / rollouts).float()
-        total = weights @ (loss.values + self.section.kl * penalty)
+        others = weights @ (self._kl * penalty - self.section.entropy * terms.entropy)
+        total = weights @ loss.values + others
         if whole is None:
             total.backward()
         else:
-            (whole.slopes @ new + weights @ (self.section.kl * penalty)).backward()
-        return _ChunkResult(tokens._replace(new=new.detach()), loss, penalty.detach(), terms.entropy, total.detach())
+            (whole.slopes @ new + others).backward()
+        return _ChunkResult(tokens._replace(new=new.detach()), loss, penalty.detach(), terms.entropy.detach(), total.detach())
 
     @torch.no_grad()
     def _references(self, pass_set: PassSet, batch: Batch) -> Tensor | None:
-        """Returns the start policy's log-probabilities for all terms of the set, [terms]; None if there is no KL penalty."""
-        return None if self._start is None else self._set_logprobs(self._start, pass_set, batch)
+        """Returns the reference policy's log-probabilities for all terms of the set, [terms]; None if there is no KL penalty."""
+        return None if self._reference is None else self._set_logprobs(self._reference, pass_set, batch)
 
-    def _forward(self, decoder: Decoder, batch: Batch) -> PassForward:
+    @property
+    def _kl(self) -> float:
+        """The weight of the penalty in the loss; one in the reward is measured only."""
+        return self.section.kl if self.section.kl_in == "loss" else 0.0
+
+    def _forward(self, decoder: Decoder, batch: Batch, *, states: bool = False) -> PassForward:
+        slopes = self.section.entropy > 0
         if self._memory is None or batch.flat:
-            return EagerForward(decoder, flat=batch.flat)
+            return EagerForward(decoder, flat=batch.flat, entropy_slopes=slopes, states=states)
         from penstock.train.tree_forward import TreeForward  # takes a second, which a CPU need not spend
 
         memory, reserved = self._memory, self._reserved()
@@ -401,6 +538,8 @@ class Learner:
             compiled=self._compiled,
             logits_rows=memory.logits_rows(reserved),
             checkpointed=lambda tokens: memory.checkpointed(tokens, reserved),
+            entropy_slopes=slopes,
+            states=states,
         )
 
     def _reserved(self) -> int:
@@ -416,6 +555,16 @@ def is_machine_error(error: Exception) -> bool:
     if isinstance(error, kinds) or isinstance(error.__cause__, kinds):
         return True
     return isinstance(error, RuntimeError) and ("allocate memory" in str(error) or "CUDA error" in str(error))
+
+
+class _ValueTargets(NamedTuple):
+    """What the value head is trained on once the update is applied."""
+
+    states: Tensor
+    """[trained tokens, hidden]"""
+    returns: Tensor
+    """[trained tokens]"""
+    error: float
 
 
 class _WholeLoss(NamedTuple):
@@ -443,6 +592,19 @@ class _ChunkResult(NamedTuple):
     entropy: Tensor
     total: Tensor
     """[]: the chunk's share of the loss."""
+
+
+def _placed(sequence: Sequence, values: SequenceOf[float]) -> tuple[float, ...]:
+    """Returns the values at the places of trained tokens, 0 at all others."""
+    each = iter(values)
+    return tuple(next(each) if trained else 0.0 for trained in sequence.trained)
+
+
+def _to_go(rewards: list[float], discount: float) -> list[float]:
+    found, later = [0.0] * len(rewards), 0.0
+    for at in range(len(rewards) - 1, -1, -1):
+        found[at] = later = rewards[at] + discount * later
+    return found
 
 
 def _pays_to_compile(decoder: Decoder, batch: Batch) -> bool:

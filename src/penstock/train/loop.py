@@ -21,22 +21,24 @@ from typing import Any, NamedTuple
 
 from penstock.config import RolloutSection
 from penstock.errors import TrainError
-from penstock.records import Group, Lease, PolicyVersion, component_means
+from penstock.pool.base import Pool
+from penstock.records import Attempt, Group, Lease, PolicyVersion, component_means
 from penstock.records import Sequence as TrainingSequence
 from penstock.rollout.author_tasks import one_line
 from penstock.rollout.scheduler import TOO_FEW
 from penstock.run.folder import COMPONENT
+from penstock.run.shortfalls import ScoredEnd, shortfalls, shortfalls_json
 from penstock.system.heap import trim_heap
-from penstock.train.algorithm import credit_of, is_token_mean, loss_divisor
 from penstock.train.batches import Batch
+from penstock.train.credit import CreditedSequences, credit_groups, teaches_nothing
 from penstock.train.held_out import BackgroundEvaluation, refuse_all_failed
 from penstock.train.learner import UpdateMetrics, UpdateResult, total_metrics
 from penstock.train.memory import peak_memory
 from penstock.train.policy import Publication, checkpoint_interval, save
 from penstock.train.policy_groups import group_of
 from penstock.train.scores import ScoreWriter
-from penstock.train.sequences import behaviour_unknown_tokens, breaks, exactness, sequences
-from penstock.train.set_aside import BEYOND, CRASHED, find_culprits, may_be_data, out_of_bounds, refuse_too_many, set_aside
+from penstock.train.sequences import behaviour_unknown_tokens, breaks, exactness
+from penstock.train.set_aside import BEYOND, CRASHED, EQUAL, find_culprits, may_be_data, out_of_bounds, refuse_too_many, set_aside
 from penstock.train.stalled import STALLED_STEPS, reply_examples, why_idle
 from penstock.train.training_run import TrainingRun
 
@@ -52,6 +54,8 @@ TELL_S = 30.0
 """Seconds of waiting after which the reason is told."""
 IDLE_S, RUNNING_S = 300.0, 1800.0
 """Training fails if the pool has not changed for so long: without any rollout, or longer than a rollout may take."""
+MAX_EQUAL_ROUNDS = 10
+"""Dynamic sampling replaces at most this many times `groups_per_step` groups for one step."""
 MAX_SHORT_ROUNDS = 20
 """Training fails after this many times `groups_per_step` groups were dropped for too few completed rollouts."""
 
@@ -91,13 +95,6 @@ class LostGroups(NamedTuple):
     total: int
 
 
-class CreditedSequences(NamedTuple):
-    """The sequences of a lease's groups; `counts` as in `SequencesResult`."""
-
-    sequences: list[TrainingSequence]
-    counts: Counter[str]
-
-
 class LearnerUpdate(NamedTuple):
     """The first update of one policy in a step, computed but not applied."""
 
@@ -129,6 +126,7 @@ async def train_steps(
 ) -> TrainProgress:
     """Trains until `train.steps` are done or `stop` is set. On return, all trained steps are in a checkpoint."""
     section, idle = run.config.train, list[dict[str, Any]]()
+    speed = await SamplingSpeed.begin(run.pool)
     async with ScoreWriter(run.folder.path) as scores:
         while progress.step < section.steps and not stop.is_set():
             background.begin(progress.step)
@@ -142,7 +140,7 @@ async def train_steps(
             past = (*progress.past, progress.version)[-run.config.rollout.max_staleness - 1 :]
             progress = replace(progress, step=progress.step + 1, leases=(*progress.leases, lease.id), past=past)
             entry = step_metrics(run, ready, metrics, progress, version=version, train_s=clock.lap())
-            entry |= {**background.ended(), **progress.fallback._asdict()}
+            entry |= {"tokens_per_s": await speed.lap(), **background.ended(), **progress.fallback._asdict()}
             progress = replace(progress, fallback=NO_FALLBACK)
             await scores.write(progress.step, ready.update.parts)
             run.folder.add_metrics(entry)
@@ -186,7 +184,8 @@ async def claim(run: TrainingRun, progress: TrainProgress, stop: asyncio.Event) 
 
     Raises TrainError if groups keep being dropped instead, or if nothing happens that could complete one.
     """
-    before = lost = await lost_groups(run)
+    before, replaced = await lost_groups(run), 0
+    lost = before
     waiting = ClaimWait(run, progress.step + 1, stop)
     while True:
         position = await run.pool.position()  # before the claim, or a change in between would be missed
@@ -200,6 +199,11 @@ async def claim(run: TrainingRun, progress: TrainProgress, stop: asyncio.Event) 
             await set_aside(run, lease, unusable, BEYOND)
             run.rollouts.advance(progress.step)
             continue
+        if lease is not None and (equal := equal_groups(run, lease, replaced)):
+            replaced += len(equal)
+            await set_aside(run, lease, equal, EQUAL)
+            run.rollouts.advance(progress.step)
+            continue
         if lease is not None:
             refuse_all_failed([attempt for group in lease.groups for attempt in group.attempts], "of this step")
             return lease
@@ -209,6 +213,15 @@ async def claim(run: TrainingRun, progress: TrainProgress, stop: asyncio.Event) 
             run.rollouts.advance(progress.step)  # wake the scheduler, to replace dropped groups at once
         if not await waiting.until_change(position):
             return None
+
+
+def equal_groups(run: TrainingRun, lease: Lease, replaced: int) -> dict[str, str]:
+    """Returns a message for each group to replace by dynamic sampling. After many of them, a step takes what there is."""
+    section, per_step = run.config.train, run.config.rollout.groups_per_step
+    if not section.dynamic_sampling or replaced >= MAX_EQUAL_ROUNDS * per_step:
+        return {}
+    message = "all its rollouts earned the same"
+    return {group.id: message for group in lease.groups if teaches_nothing(group, run.advantage)}
 
 
 class ClaimWait:
@@ -273,34 +286,18 @@ async def lost_groups(run: TrainingRun) -> LostGroups:
     return LostGroups(stats.drops.get(TOO_FEW, 0), stats.groups_stale + stats.groups_dropped)
 
 
-def credit_groups(groups: Sequence[Group], run: TrainingRun) -> dict[str, CreditedSequences]:
-    """Computes the advantages within each group, and the sequences that carry them, by policy."""
-    return {policy: _credit(groups, policy, run) for policy in run.learners}
-
-
-def _credit(groups: Sequence[Group], policy: str, run: TrainingRun) -> CreditedSequences:
-    made, counts, section = list[TrainingSequence](), Counter[str](), run.config.train
-    views = [view for view in (groups if not policy else (group_of(group, policy) for group in groups)) if view.attempts]
-    for view, credit in zip(views, credit_of(run.advantage, views), strict=True):
-        result = sequences(view, credit, divisor=loss_divisor(section), recompute=section.unknown_logprobs == "recompute")
-        made += result.sequences
-        counts.update(result.counts)
-    if is_token_mean(section):
-        weight = counts["rollouts"] / max(1, counts["tokens"])  # the mean over rollouts is taken later
-        made = [replace(sequence, weight=weight) for sequence in made]
-    return CreditedSequences(made, counts)
-
-
 async def try_credit(run: TrainingRun, groups: Sequence[Group]) -> None:
-    credit_groups(groups, run)
+    await asyncio.to_thread(credit_groups, groups, run)
 
 
 async def compute_update(run: TrainingRun, groups: Sequence[Group]) -> ComputedUpdate:
     """Computes the first update of every policy from these groups; the weights stay as they are."""
-    credit, parts = credit_groups(groups, run), dict[str, LearnerUpdate]()
+    parts = dict[str, LearnerUpdate]()
     async with run.rollouts.resting():
-        for policy, learner in run.learners.items():
+        for learner in run.learners.values():
             learner.zero()  # an update that was set aside may have left gradients
+        credit = await asyncio.to_thread(credit_groups, groups, run)
+        for policy, learner in run.learners.items():
             if made := credit[policy].sequences:
                 batch = await asyncio.to_thread(learner.pack, made, rollouts=credit[policy].counts["rollouts"])
                 parts[policy] = LearnerUpdate(batch, await asyncio.to_thread(learner.compute, batch))
@@ -386,7 +383,7 @@ def step_metrics(
     version: int,
     train_s: float,
 ) -> dict[str, Any]:
-    """Returns a line of `metrics.jsonl`. `tokens_per_s` is sampled tokens over the time of the whole step.
+    """Returns a line of `metrics.jsonl`, but for the speed of sampling.
 
     `version` was served before the update: how stale tokens are is told against it.
     """
@@ -408,6 +405,7 @@ def step_metrics(
         "groups_stale": lease.stale,
         "rollouts": len(attempts),
         "ends": dict(Counter(str(attempt.end) for attempt in attempts)),
+        "shortfalls": shortfalls_json(shortfalls(map(_scored_end, attempts), run.config.eval.passes)),
         "masked": _masked(total),
         "breaks": dict(breaks(*attempts)),
         "inexact": dict(exact.inexact),
@@ -420,7 +418,6 @@ def step_metrics(
         **asdict(total_metrics(list(metrics.values()))),
         "rollout_s": round(ready.rollout_s, 3),
         "train_s": round(train_s, 3),
-        "tokens_per_s": round(exact.sampled_tokens / (ready.rollout_s + train_s), 1),
         "peak_memory_mb": max((round(peak_memory(each.decoder.device) / 1e6, 1) for each in run.learners.values()), default=None),
         "groups_set_aside": ready.set_aside,
         "code_changes": max(0, len(run.folder.code_versions()) - 1),
@@ -429,6 +426,10 @@ def step_metrics(
         **_publication(run),
         **({"policies": policy_metrics(run, ready, metrics, version=version)} if run.config.policies else {}),
     }
+
+
+def _scored_end(attempt: Attempt) -> ScoredEnd:
+    return ScoredEnd(str(attempt.end), attempt.message, attempt.reward)
 
 
 def _publication(run: TrainingRun) -> dict[str, Any]:
@@ -489,6 +490,24 @@ def staleness(made: Sequence[TrainingSequence], version: int) -> dict[str, float
         found.update(version - each for each, trained in zip(sequence.versions, sequence.trained, strict=True) if trained)
     total = sum(age * count for age, count in found.items())
     return {"staleness": total / found.total() if found else 0.0, "staleness_max": max(found, default=0)}
+
+
+class SamplingSpeed:
+    """How many tokens are sampled in a second. In an asynchronous run a step's own tokens were sampled during earlier steps, so it
+    counts what the pool got since the last step, over the whole time since then.
+    """
+
+    def __init__(self, pool: Pool, tokens: int) -> None:
+        self._pool, self._tokens, self._clock = pool, tokens, Stopwatch()
+
+    @classmethod
+    async def begin(cls, pool: Pool) -> "SamplingSpeed":
+        return cls(pool, (await pool.stats("train")).tokens)
+
+    async def lap(self) -> float:
+        """Returns the speed since the last lap, in tokens per second."""
+        before, self._tokens = self._tokens, (await self._pool.stats("train")).tokens
+        return round((self._tokens - before) / max(self._clock.lap(), 1e-9), 1)
 
 
 class Stopwatch:

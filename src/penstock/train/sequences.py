@@ -6,7 +6,7 @@ from the ids in the token graph, which training uses. A step whose digests diffe
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -124,8 +124,6 @@ def why_untrainable(step: Step, graph: Graph) -> str | None:
         return "empty" if step.usage is None else "relayed"
     if step.finish in ("cancelled", "error"):
         return step.finish
-    if step.sampling.grammar is not None:
-        return "constrained"
     return "greedy" if step.sampling.temperature == 0 else None
 
 
@@ -170,6 +168,15 @@ def _difference(step: Step, digest: str, *, flawed: bool) -> str | None:
     return "context_flawed" if flawed else None
 
 
+class ReplayedStep(NamedTuple):
+    """What the tokens of a step were chosen from."""
+
+    allowed: tuple[bytes, ...] = ()
+    """Per token: see `Sequence.allowed`."""
+    problem: str | None = None
+    """Why that is not known."""
+
+
 class SequencesResult(NamedTuple):
     """The sequences of a group, with counts of what was used and what was left out."""
 
@@ -187,6 +194,7 @@ def sequences(
     divisor: float | None = None,
     without_credit: bool = False,
     recompute: bool = False,
+    replay: Callable[[Step], ReplayedStep] | None = None,
 ) -> SequencesResult:
     """Returns one sequence per path with trained tokens, of each graded rollout's graph, cut after the last of them.
 
@@ -196,7 +204,8 @@ def sequences(
     unless `without_credit`, which keeps tokens whose credit is 0, as they get another one later.
 
     A step whose engine did not tell with which probability it sampled is masked or, with `recompute`, trained with infinity in
-    place of its log-probabilities: the learner puts in its own.
+    place of its log-probabilities: the learner puts in its own. A step whose tokens were not chosen from all is masked, unless
+    `replay` knows what they were chosen from.
     """
     credit = list(advantages)
     if len(credit) != len(group.graded):
@@ -212,10 +221,23 @@ def sequences(
     made: list[Sequence] = []
     for attempt, each in zip(group.graded, by_step, strict=True):
         reasons = step_masks(attempt, graph := read_graph(attempt), each, without_credit=without_credit, recompute=recompute)
-        part = _of_attempt(attempt, graph, reasons, each, divisor)
+        allowed = _replayed(graph, reasons, replay)
+        part = _of_attempt(attempt, graph, reasons, each, divisor, allowed)
         made += part.sequences
         counts += part.counts
     return SequencesResult(made, counts)
+
+
+def _replayed(
+    graph: Graph, reasons: dict[int, str | None], replay: Callable[[Step], ReplayedStep] | None
+) -> dict[int, tuple[bytes, ...]]:
+    """Returns what the tokens of each step were chosen from, where not from all; where that is not known, `reasons` gets why."""
+    allowed: dict[int, tuple[bytes, ...]] = {}
+    for index, step in graph.steps.items():
+        if reasons[index] is None and step.limited:
+            found = ReplayedStep(problem="constrained") if replay is None else replay(step)
+            allowed[index], reasons[index] = found.allowed, found.problem
+    return allowed
 
 
 def _any_number(credit: list[Credit]) -> bool:
@@ -232,7 +254,12 @@ def _checked_credit(group: Group, attempt: Attempt, credit: Credit) -> dict[int,
 
 
 def _of_attempt(
-    attempt: Attempt, graph: Graph, reasons: Mapping[int, str | None], advantages: Mapping[int, float], divisor: float | None
+    attempt: Attempt,
+    graph: Graph,
+    reasons: Mapping[int, str | None],
+    advantages: Mapping[int, float],
+    divisor: float | None,
+    allowed: Mapping[int, tuple[bytes, ...]],
 ) -> SequencesResult:
     """Returns the sequences of one rollout; `reasons` are its `step_masks`."""
     qualities = _qualities(attempt)
@@ -249,7 +276,7 @@ def _of_attempt(
         if mine := left.intersection(path):
             left -= mine
             credit = {index: advantages[index] * qualities[index] for index in mine}
-            made.append(_sequence(attempt, graph, path, credit, weight=weight))
+            made.append(_sequence(attempt, graph, path, credit, weight=weight, allowed=allowed))
     return SequencesResult(made, counts)
 
 
@@ -279,7 +306,15 @@ def _qualities(attempt: Attempt) -> dict[int, float]:
     return {step.index: whole * own.get(step.index, 1.0) for step in attempt.steps}
 
 
-def _sequence(attempt: Attempt, graph: Graph, path: list[int], credit: dict[int, float], *, weight: float) -> Sequence:
+def _sequence(
+    attempt: Attempt,
+    graph: Graph,
+    path: list[int],
+    credit: dict[int, float],
+    *,
+    weight: float,
+    allowed: Mapping[int, tuple[bytes, ...]],
+) -> Sequence:
     """Returns the path up to its last step in `credit`, which maps steps to the advantage of their tokens."""
     last = max(place for place, index in enumerate(path) if index in credit)
     ids: list[int] = []
@@ -292,12 +327,15 @@ def _sequence(attempt: Attempt, graph: Graph, path: list[int], credit: dict[int,
         ids += step.completion_ids
     trained, logprobs, versions = [False] * len(ids), [0.0] * len(ids), [-1] * len(ids)
     temperatures, advantages, steps = [1.0] * len(ids), [0.0] * len(ids), [-1] * len(ids)
+    limits = [b""] * len(ids) if any(step.index in allowed for _, step in credited) else []
     for reply, step in credited:
         size = len(step.completion_ids)
         steps[reply] = [step.index] * size
         behaviour = step.logprobs if step.behaviour_known else [math.inf] * size
         trained[reply], logprobs[reply], versions[reply] = [True] * size, behaviour, step.versions
         temperatures[reply], advantages[reply] = [step.sampling.temperature] * size, [credit[step.index]] * size
+        if step.index in allowed:
+            limits[reply] = allowed[step.index]
     return Sequence(
         rollout_id=attempt.rollout.id,
         group_id=attempt.rollout.group_id,
@@ -309,4 +347,5 @@ def _sequence(attempt: Attempt, graph: Graph, path: list[int], credit: dict[int,
         weight=weight,
         versions=tuple(versions),
         steps=tuple(steps),
+        allowed=tuple(limits),
     )

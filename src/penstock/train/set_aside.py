@@ -13,6 +13,7 @@ from penstock.train.training_run import TrainingRun
 
 CRASHED = "crashed the trainer"
 BEYOND = "a reward is out of bounds"
+EQUAL = "all rewards are equal"
 """Reasons of dropped groups, as the pool counts them."""
 MAX_ROUNDS = 3
 """Training fails after this many times `groups_per_step` groups crashed it since the last step: then it is not the groups."""

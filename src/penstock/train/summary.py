@@ -13,6 +13,7 @@ from penstock.config import RunConfig
 from penstock.errors import ConfigError
 from penstock.run.code import code_changes
 from penstock.run.folder import RunFolder
+from penstock.run.shortfalls import add_shortfalls, read_shortfalls, shortfalls_json
 from penstock.train import policy
 from penstock.train.held_out import evaluations_during_training
 from penstock.train.loop import TrainProgress
@@ -46,6 +47,8 @@ class Summary:
     checkpoint: str | None
     ends: dict[str, int]
     """How the training rollouts ended, attempts that a kill cut off included."""
+    shortfalls: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+    """How many of the trained groups' rollouts failed, were not graded, and were wrong (below `eval.passes`), with the reason."""
     inexact: dict[str, int] = field(default_factory=dict[str, int])
     """The sampled tokens that are not exact, by reason."""
     unhashed_tokens: int = 0
@@ -103,6 +106,7 @@ async def summarize(run: TrainingRun, progress: TrainProgress, before: float | N
         policy_version=progress.version,
         checkpoint=str(policy.folder_of(run.folder.checkpoints, saved)) if saved else None,
         ends=stats.ends,
+        shortfalls=shortfalls_json(add_shortfalls(read_shortfalls(entry.get("shortfalls")) for entry in metrics)),
         inexact=_total_counts(metrics, "inexact"),
         unhashed_tokens=sum(entry.get("unhashed_tokens", 0) for entry in metrics),
         behaviour_unknown_tokens=sum(entry.get("behaviour_unknown_tokens", 0) for entry in metrics),

@@ -28,6 +28,7 @@ from penstock.run.inputs import Inputs
 from penstock.run.opening import open_pool, open_rollout_runner, sampling
 from penstock.run.policies import trained_policies
 from penstock.train.algorithm import Advantage, load_advantage
+from penstock.train.allowed import AllowedReplay
 from penstock.train.learner import Learner
 from penstock.train.learner_device import load_learner_decoder, memory_split, refuse_learner_settings, sleeping
 from penstock.train.policy import AdapterPublisher, FolderPublisher, InPlacePublisher, PolicyPublishers, Publisher
@@ -113,6 +114,7 @@ class TrainingRun:
     learners: Mapping[str, Learner]
     """By policy; one under the empty name in a run without `[policies.*]`."""
     advantage: Advantage
+    replay: AllowedReplay
 
 
 @asynccontextmanager
@@ -152,6 +154,7 @@ async def open_training(config: RunConfig, inputs: Inputs, folder: RunFolder, ev
             publisher=publisher or _publisher(learners, rollouts.engine, inputs.folder, folder.path / "served"),
             learners=learners,
             advantage=load_advantage(config.train),
+            replay=AllowedReplay(inputs.folder, decoder.shape.vocab_size),
         )
 
 

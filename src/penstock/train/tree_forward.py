@@ -33,9 +33,21 @@ WHOLE_BLOCKS: Any = {"IS_DIVISIBLE": True}
 class TreeForward:
     """A `PassForward` for GPUs."""
 
-    def __init__(self, decoder: Decoder, *, compiled: bool, logits_rows: int, checkpointed: Callable[[int], int]) -> None:
-        """In the backward pass, a pass of n tokens computes `checkpointed(n)` layers again instead of keeping them in memory."""
-        self.decoder, self.compiled = decoder, compiled
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        compiled: bool,
+        logits_rows: int,
+        checkpointed: Callable[[int], int],
+        entropy_slopes: bool = False,
+        states: bool = False,
+    ) -> None:
+        """In the backward pass, a pass of n tokens computes `checkpointed(n)` layers again instead of keeping them in memory.
+
+        `entropy_slopes`: entropies have a gradient. `states`: hidden states are given with the terms.
+        """
+        self.decoder, self.compiled, self._entropy_slopes, self._states = decoder, compiled, entropy_slopes, states
         self._logits_rows, self._checkpointed = logits_rows, checkpointed
 
     def trunk_states(self, ids: Sequence[int]) -> KeysValues:
@@ -48,14 +60,15 @@ class TreeForward:
 
     def scored(self, one: Pass, trunk: KeysValues, length: int) -> Iterator[ScoredTerms]:
         decoder, hidden = self.decoder, self._run(one, trunk, length, None)
-        table = TermTable(one.terms, decoder.device)  # while the GPU computes
+        table = TermTable(one.terms, decoder.device, one.allowed)  # while the GPU computes
         states = hidden[table.places]
         weight = decoder.embed.weight if decoder.head is None else decoder.head.weight
         gradients: list[Tensor] = []
-        for chunk in table.chunks(self._logits_rows):
+        for chunk in table.chunks(self._logits_rows, decoder.shape.vocab_size):
             piece = states[chunk.rows].detach().requires_grad_()
-            logprobs, entropy = score(piece, weight, chunk, compiled=self.compiled)
-            yield ScoredTerms(logprobs, entropy, chunk.behaviour, chunk.advantages, chunk.weights)
+            logprobs, entropy = score(piece, weight, chunk, compiled=self.compiled, entropy_slopes=self._entropy_slopes)
+            kept = piece.detach()[chunk.pair_rows][chunk.term_pairs] if self._states else None
+            yield ScoredTerms(logprobs, entropy, chunk.behaviour, chunk.advantages, chunk.weights, kept)
             if piece.grad is not None:
                 gradients.append(piece.grad)
         if gradients:

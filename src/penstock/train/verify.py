@@ -7,7 +7,7 @@ checksums first; a damaged one is a finding, and its weights are not used. Nothi
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,11 +22,12 @@ from penstock.records import Attempt, Group, Sequence, Step
 from penstock.run.folder import RunFolder
 from penstock.run.recorded_run import RecordedRun
 from penstock.train import policy
+from penstock.train.allowed import AllowedReplay
 from penstock.train.batches import CPU_TOKENS_PER_PASS, pack
 from penstock.train.forward import pass_logprobs, trunk_states
 from penstock.train.masters import round_as_served
 from penstock.train.policy_groups import group_of
-from penstock.train.sequences import Graph, breaks, read_graph, sampled_tokens, why_untrainable
+from penstock.train.sequences import Graph, ReplayedStep, breaks, read_graph, sampled_tokens, why_untrainable
 
 
 class ProbedToken(NamedTuple):
@@ -46,6 +47,8 @@ class Probes(NamedTuple):
     sequences: list[Sequence]
     """Their `advantages` hold indices into `tokens`, because packing keeps advantages beside tokens. No loss is computed."""
     tokens: list[ProbedToken]
+    problems: list[tuple[ProbedToken, str]]
+    """Tokens that cannot be recomputed, as it is not known what they were chosen from, and why."""
 
 
 def count_versions(read: Iterable[tuple[Attempt, Graph]]) -> Counter[int]:
@@ -58,19 +61,41 @@ def count_versions(read: Iterable[tuple[Attempt, Graph]]) -> Counter[int]:
     return counted
 
 
-def make_probes(read: Iterable[tuple[Attempt, Graph]], version: int) -> Probes:
+def unknown_grammar(step: Step) -> ReplayedStep:
+    return ReplayedStep(problem="grammar_unknown")
+
+
+def make_probes(
+    read: Iterable[tuple[Attempt, Graph]], version: int, replay: Callable[[Step], ReplayedStep] = unknown_grammar
+) -> Probes:
     """Returns one sequence per path with tokens of `version`. A token on several paths is probed on the first only."""
-    probes = Probes([], [])
+    probes = Probes([], [], [])
     for attempt, graph in read:
         left = {i for i, step in graph.steps.items() if version in step.versions and i not in graph.flaws}
+        allowed = {i: replay(graph.steps[i]) for i in left if graph.steps[i].limited}
+        for index, found in allowed.items():
+            if found.problem:
+                left.remove(index)
+                probed = zip(graph.steps[index].versions, graph.steps[index].logprobs, strict=True)
+                tokens = [ProbedToken(attempt.rollout.id, index, at, of, value) for at, (of, value) in enumerate(probed)]
+                probes.problems.extend((token, found.problem) for token in tokens if token.version == version)
         for path in graph.paths:
             if mine := left.intersection(path):
                 left -= mine
-                probes.sequences.append(_sequence(attempt, graph, path, mine, version, probes.tokens))
+                probes.sequences.append(_sequence(attempt, graph, path, mine, version, probes.tokens, allowed))
     return probes
 
 
-def _sequence(attempt: Attempt, graph: Graph, path: list[int], mine: set[int], version: int, tokens: list[ProbedToken]) -> Sequence:
+def _sequence(
+    attempt: Attempt,
+    graph: Graph,
+    path: list[int],
+    mine: set[int],
+    version: int,
+    tokens: list[ProbedToken],
+    allowed: Mapping[int, ReplayedStep],
+) -> Sequence:
+    limits: list[bytes] = []
     ids: list[int] = []
     numbers: list[float | None] = []
     temperatures: list[float] = []
@@ -81,6 +106,8 @@ def _sequence(attempt: Attempt, graph: Graph, path: list[int], mine: set[int], v
         ids += glue + step.completion_ids
         numbers += [None] * len(glue)
         temperatures += [1.0] * len(glue) + [temperature] * len(step.completion_ids)
+        chosen_from = allowed[index].allowed if index in mine and index in allowed else [b""] * len(step.completion_ids)
+        limits += [*[b""] * len(glue), *chosen_from]
         for place in range(len(step.completion_ids)):
             wanted = index in mine and step.versions[place] == version
             numbers.append(float(len(tokens)) if wanted else None)
@@ -95,6 +122,7 @@ def _sequence(attempt: Attempt, graph: Graph, path: list[int], mine: set[int], v
         temperatures=tuple(temperatures),
         advantages=tuple(number or 0.0 for number in numbers),
         weight=1.0,
+        allowed=tuple(limits) if any(limits) else (),
     )
 
 
@@ -164,7 +192,7 @@ class Audit:
     recomputed: Counter[int] = field(default_factory=Counter[int])
     """Recomputed tokens by version."""
     gone: Counter[int] = field(default_factory=Counter[int])
-    """Tokens by version, for versions whose weights are not on disk."""
+    """Tokens by version, for versions whose weights are not on disk, or tokens whose grammar cannot be replayed here."""
     largest: TokenDeviation | None = None
     total_deviation: float = 0.0
     checkpoints: int = 0
@@ -283,6 +311,7 @@ class VersionWeights:
         self._base_dtype = base_dtype
         self._version: int | None = None
         self._decoder: Decoder | None = None
+        self._replay: AllowedReplay | None = None
 
     def load(self, version: int) -> Decoder | None:
         """Returns the decoder of `version` in float32 on the CPU, or None if its weights are not on disk."""
@@ -292,6 +321,14 @@ class VersionWeights:
             self._decoder = self._read(version)
             self._version = version
         return self._decoder
+
+    def replay(self, decoder: Decoder) -> Callable[[Step], ReplayedStep]:
+        """Tells what tokens were chosen from; for nothing if the start policy is not on this machine."""
+        if self._start is None:
+            return unknown_grammar
+        if self._replay is None:
+            self._replay = AllowedReplay(self._start, decoder.shape.vocab_size)
+        return self._replay
 
     def _read(self, version: int) -> Decoder | None:
         folder = self._find(version)
@@ -401,7 +438,13 @@ async def _recompute(read: list[tuple[Attempt, Graph]], audit: Audit, weights: V
         if decoder is None:
             audit.gone[version] += count
             continue
-        passes = recompute(decoder, make_probes(read, version), audit, tokens_per_pass=tokens_per_pass)
+        probes = await asyncio.to_thread(make_probes, read, version, weights.replay(decoder))
+        for token, reason in probes.problems:
+            if reason == "not_allowed":
+                audit.refuse(token, reason)
+            else:
+                audit.gone[version] += 1
+        passes = recompute(decoder, probes, audit, tokens_per_pass=tokens_per_pass)
         while await asyncio.to_thread(next, passes, None) is not None:  # one thread call per pass, so Ctrl-C waits for one pass
             pass
 

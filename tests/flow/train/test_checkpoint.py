@@ -17,6 +17,7 @@ from penstock.engines.checkpoint_files import OPTIMIZER, refuse_damaged_weights
 from penstock.engines.embedded.weights import load_decoder
 from penstock.errors import ModelError, TrainError
 from penstock.records import PolicyVersion
+from penstock.train.algorithm import load_advantage
 from penstock.train.learner import Learner
 from penstock.train.policy import (
     checkpoint_interval,
@@ -112,6 +113,43 @@ def test_a_restored_learner_goes_on_bit_for_bit(tmp_path: Path, model: Path, dty
     step(other, 1)
     assert_equal(weights(other), weights(learner))
     assert_equal(other.state(), learner.state())
+
+
+OTHER_STATES = {
+    "muon": {"optimizer": "muon", "schedule": "cosine", "warmup_updates": 1},
+    "sgd": {"optimizer": "sgd", "optimizer_settings": {"momentum": 0.9}, "schedule": "linear"},
+    "adafactor": {"optimizer": "adafactor"},
+    "rmsprop": {"optimizer": "rmsprop", "weight_decay": 0.1},
+    "moving reference": {"kl": 0.3, "kl_reference": "moving", "reference_every": 2},
+    "value head": {"advantage": "gae"},
+}
+
+
+def step_with_values(learner: Learner, seed: int) -> None:
+    tree = random_tree(seed)
+    if learner.section.advantage == "gae":
+        rewards = [[0.0] * (sum(s.trained) - 1) + [float(seed)] for s in tree]
+        tree = learner.credit_tokens(tree, rewards, load_advantage(learner.section))
+    compute(learner, tree, limit=60, shared=True)
+    learner.apply()
+
+
+@pytest.mark.parametrize("name", OTHER_STATES)
+def test_every_optimizer_reference_and_head_goes_on_bit_for_bit(tmp_path: Path, model: Path, name: str):
+    settings = section(lr=1e-3, grad_clip=1.0, steps=6, **OTHER_STATES[name])
+    learner = Learner(make_decoder().to(torch.float32), settings)
+    for seed in range(3):
+        step_with_values(learner, seed)
+    version = PolicyVersion(number=3, step=3)
+    save(tmp_path / "checkpoints", version, learner, model)
+    resumed = Learner(make_decoder(seed=1 if name != "moving reference" else 0).to(torch.float32), settings)
+    restore(tmp_path / "checkpoints", version, resumed)
+    assert resumed.updates == 3 and resumed.lr == learner.lr
+    for each in (learner, resumed):
+        step_with_values(each, 3)
+        step_with_values(each, 4)
+    assert_equal(weights(learner), weights(resumed))
+    assert_equal(learner.state(), resumed.state())
 
 
 def test_a_checkpoint_whose_optimizer_has_its_former_name_can_be_restored(tmp_path: Path, model: Path):

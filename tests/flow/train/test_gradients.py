@@ -19,7 +19,7 @@ from training_cases import (
     section,
 )
 
-from penstock.engines.embedded.decoder import DecoderShape
+from penstock.engines.embedded.decoder import DecoderShape, causal
 from penstock.errors import TrainError
 from penstock.records import Sequence
 from penstock.train import forward
@@ -126,6 +126,46 @@ def test_the_penalty_pulls_towards_the_start_policy_in_both_layouts():
     compute(without, tree, limit=60, shared=True)
     with pytest.raises(AssertionError):
         assert_same(gradients(decoder), moved[0][1])
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_bonus_is_the_gradient_of_the_entropy(shared: bool):
+    decoder, tree = make_decoder(), on_policy(make_decoder(), random_tree(1))
+    silent = [replace(s, advantages=(0.0,) * len(s.advantages)) for s in tree]
+    bonus = torch.zeros(())
+    for s in silent:
+        ids = torch.tensor([s.token_ids])
+        hidden = decoder(ids, torch.arange(ids.shape[1]).unsqueeze(0), causal)[0, :-1]
+        logprobs = (decoder.logits(hidden) / torch.tensor(s.temperatures[1:]).unsqueeze(1)).log_softmax(-1)
+        entropy = -(logprobs.exp() * logprobs).sum(-1) * torch.tensor(s.trained[1:])
+        bonus = bonus - 0.7 * s.weight * entropy.sum() / len({each.rollout_id for each in tree})
+    truth = torch.autograd.grad(bonus, list(decoder.parameters()))
+    compute(Learner(decoder, section(entropy=0.7)), silent, limit=50, shared=shared)
+    assert_same(gradients(decoder), dict(zip(dict(decoder.named_parameters()), truth, strict=True)))
+
+
+def test_a_moving_reference_is_copied_every_few_updates():
+    decoder, tree = make_decoder(), random_tree(3)
+    learner = Learner(decoder, section(kl=0.5, kl_reference="moving", reference_every=2, lr=1e-2))
+    found: list[float] = []
+    for _ in range(4):
+        found.append(compute(learner, tree, limit=60, shared=True).metrics.kl_reference)
+        learner.apply()
+    assert found[0] == pytest.approx(0.0, abs=1e-9) and found[2] == pytest.approx(0.0, abs=1e-9)
+    assert found[1] > 1e-4 and found[3] > 1e-4
+
+
+def test_the_estimator_of_the_penalty_is_a_choice():
+    decoder, tree = make_decoder(), random_tree(3)
+    start = {name: value.clone() for name, value in decoder.state_dict().items()}
+    found: dict[str, float] = {}
+    for name in ("k2", "k3"):
+        decoder.load_state_dict(start)
+        learner = Learner(decoder, section(kl=0.5, kl_estimator=name, lr=1e-2))
+        compute(learner, tree, limit=60, shared=True)
+        learner.apply()
+        found[name] = compute(learner, tree, limit=60, shared=True).metrics.kl_reference
+    assert found["k2"] > 0 and found["k2"] != pytest.approx(found["k3"], rel=1e-3)
 
 
 def test_logits_made_a_few_rows_at_a_time_change_nothing(monkeypatch: pytest.MonkeyPatch):

@@ -98,7 +98,7 @@ def test_the_kl_penalty_is_to_the_base_without_a_copy_of_its_weights():
         parameter.data = parameter.data.double()
     assert compute(learner, random_tree(3), limit=60, shared=True).metrics.kl_reference > 0.1
     assert compute(fresh, random_tree(3), limit=60, shared=True).metrics.kl_reference == pytest.approx(0.0, abs=1e-9)
-    start = learner._start  # pyright: ignore[reportPrivateUsage]
+    start = learner._reference  # pyright: ignore[reportPrivateUsage]
     assert start is not None and all(a is b for a, b in zip(start.parameters(), decoder.parameters(), strict=True))
 
 
@@ -258,3 +258,15 @@ def test_verify_without_the_base_says_what_is_missing(tmp_path: Path, trained: P
     (copied / ADAPTER_CONFIG).write_text(json.dumps(written | {"base_model_name_or_path": "/nowhere"}))
     with pytest.raises(ModelError, match="/nowhere, which is not there"):
         load_policy(copied)
+
+
+def test_a_moving_reference_of_an_adapter_shares_the_base_and_moves_with_the_adapter():
+    learner = make_learner(make_decoder(), kl=0.5, kl_reference="moving", reference_every=2, lr=1e-2)
+    found: list[float] = []
+    for _ in range(4):
+        found.append(compute(learner, random_tree(3), limit=60, shared=True).metrics.kl_reference)
+        learner.apply()
+    assert found[0] == pytest.approx(0.0, abs=1e-9) and found[2] == pytest.approx(0.0, abs=1e-9)
+    assert found[1] > 1e-6 and found[3] > 1e-6
+    reference = learner._reference  # pyright: ignore[reportPrivateUsage]
+    assert reference is not None and reference.embed.weight is learner.decoder.embed.weight

@@ -16,9 +16,12 @@ from penstock.errors import EngineError, PoolError, TrainError
 from penstock.events import Events
 from penstock.pool.memory import MemoryPool
 from penstock.records import End, Grade, Node, Sampling, Step, Task, make_rollout
+from penstock.train.advantages.dr_grpo import dr_grpo
+from penstock.train.advantages.grpo import grpo
+from penstock.train.algorithm import load_advantage
 from penstock.train.learner import Learner
 from penstock.train.loop import Stopwatch, TrainProgress, next_step, update_policy
-from penstock.train.set_aside import BEYOND, CRASHED
+from penstock.train.set_aside import BEYOND, CRASHED, EQUAL
 
 GROUPS, SIZE = 2, 2
 
@@ -55,11 +58,11 @@ class Publisher:
         change()
 
 
-def played(play, *, advantage, groups=4, rewards=(), **train):
+def played(play, *, advantage, groups=4, rewards=(), names=None, **train):
     """Runs `play(run)` over a pool with that many groups."""
 
     async def main():
-        pool, told, learner = MemoryPool(Path()), [], Learner(make_decoder(), TrainSection(**train))
+        pool, told, learner = MemoryPool(Path()), [], Learner(make_decoder(), TrainSection(**train, **(names or {})))
         for number in range(groups):
             await add_group(pool, number, dict(rewards).get(number, 1.0))
         events = Events()
@@ -210,3 +213,47 @@ def test_later_update_that_fails_is_skipped_since_its_groups_are_in_the_weights_
 
     version, told = played(play, advantage=poisoned_advantages.spread, updates_per_step=3)
     assert (version, told) == (1, [{"step": 1, "updates": 2, "message": "not again"}])
+
+
+def test_dynamic_sampling_replaces_groups_that_teach_nothing():
+    async def play(run):
+        ready = await step(run)
+        return ids(ready), (await run.pool.stats("train")).drops, run.told
+
+    rewards = {0: 0.0, 2: 0.0}  # a reward of 0 for both rollouts
+    trained, drops, told = played(play, advantage=grpo, rewards=rewards.items(), dynamic_sampling=True)
+    assert trained == ["train-1", "train-3"] and drops == {EQUAL: 2}
+    assert [fields["message"] for kind, fields in told if kind == "group.drop"] == ["all its rollouts earned the same"] * 2
+    trained, drops, _ = played(play, advantage=grpo, rewards=rewards.items())
+    assert trained == ["train-0", "train-1"] and drops == {}
+
+
+def test_a_penalty_in_the_reward_changes_who_is_better():
+    """Both rollouts earned the same; the one that left the reference further behind gets less."""
+
+    async def play(run):
+        learner = run.learners[""]
+        with torch.no_grad():
+            for weight in learner.decoder.parameters():
+                weight.add_(0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
+        ready = await step(run)
+        first = [s for s in ready.update.credit[""].sequences if s.group_id == "train-0"]
+        gaps = [sum(each) for each in learner.reference_gaps(first)]
+        return [max(s.advantages, key=abs) for s in first], gaps
+
+    settings = {"kl": 0.5, "kl_in": "reward", "kl_estimator": "k1"}
+    credit, gaps = played(play, advantage=dr_grpo, rewards={0: 0.0}.items(), **settings)
+    assert gaps[0] != gaps[1] and (credit[0] > credit[1]) == (gaps[0] < gaps[1])
+    assert credit[0] == pytest.approx(-0.5 * (gaps[0] - gaps[1]) / 2, rel=1e-4)
+
+
+def test_an_advantage_of_tokens_trains_groups_of_equal_reward():
+    async def play(run):
+        ready = await step(run)
+        return ready.update.credit[""], ready.update.parts[""].result.metrics.value_error
+
+    section = {"advantage": "gae", "advantage_settings": {"normalise": False}}
+    credit, error = played(play, advantage=load_advantage(TrainSection(**section)), rewards={0: 0.0}.items(), names=section)
+    assert credit.counts["groups_equal"] == 0 and credit.counts["tokens"] == 8
+    assert [sum(s.advantages) for s in credit.sequences] == pytest.approx([0.0, 0.0, 0.0, 1.95])  # the head still expects 0
+    assert error == pytest.approx(2 / 8)

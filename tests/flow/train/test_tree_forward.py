@@ -7,7 +7,7 @@ import torch
 from test_gradients import assert_same
 from training_cases import SHAPE, UNTIED, compute, gradients, make_decoder, random_tree, section
 
-from penstock.engines.embedded.decoder import Decoder, DecoderShape
+from penstock.engines.embedded.decoder import Decoder, DecoderShape, causal
 from penstock.errors import TrainError
 from penstock.records import Sequence
 from penstock.train.batches import Batch, Pass, PassRow, pack
@@ -32,10 +32,17 @@ class TreeLearner(Learner):
     way: type[TreeForward] = TreeForward
     logits_rows, layers = 7, 0
 
-    def _forward(self, decoder: Decoder, batch: Batch) -> PassForward:
+    def _forward(self, decoder: Decoder, batch: Batch, *, states: bool = False) -> PassForward:
         if batch.flat:
-            return super()._forward(decoder, batch)
-        return self.way(decoder, compiled=False, logits_rows=self.logits_rows, checkpointed=lambda tokens: self.layers)
+            return super()._forward(decoder, batch, states=states)
+        return self.way(
+            decoder,
+            compiled=False,
+            logits_rows=self.logits_rows,
+            checkpointed=lambda tokens: self.layers,
+            entropy_slopes=self.section.entropy > 0,
+            states=states,
+        )
 
 
 @pytest.mark.parametrize("shape", [SHAPE, UNTIED])
@@ -44,7 +51,7 @@ class TreeLearner(Learner):
 @pytest.mark.parametrize("way", [TreeForward, PathForward])
 def test_gradients_are_those_of_the_flat_path(shape: DecoderShape, limit: int, checkpointed: int, way: type[TreeForward]):
     decoder, tree = make_decoder(shape), random_tree(limit + checkpointed)
-    learner = TreeLearner(decoder, section(kl=0.1))
+    learner = TreeLearner(decoder, section(kl=0.1, entropy=0.3 if limit == 40 else 0.0))
     learner.layers, learner.way = checkpointed, way
     flat = compute(learner, tree, limit=60, shared=False)
     oracle = gradients(decoder)
@@ -125,10 +132,10 @@ class ShortOfMemory(TreeLearner):
     def _reserved(self) -> int:
         return 0
 
-    def _forward(self, decoder: Decoder, batch: Batch) -> PassForward:
+    def _forward(self, decoder: Decoder, batch: Batch, *, states: bool = False) -> PassForward:
         if batch.tokens_per_pass > self.holds:
             raise torch.OutOfMemoryError("out of memory")
-        return super()._forward(decoder, batch)
+        return super()._forward(decoder, batch, states=states)
 
 
 def test_memory_that_runs_out_halves_the_passes_and_changes_no_result(caplog: pytest.LogCaptureFixture):
@@ -157,7 +164,7 @@ class TorchDynamoException(RuntimeError):
 
 
 class WithoutCompiler(TreeLearner):
-    def _forward(self, decoder: Decoder, batch: Batch) -> PassForward:
+    def _forward(self, decoder: Decoder, batch: Batch, *, states: bool = False) -> PassForward:
         if self._compilable:
             self._compiled = True
             raise TorchDynamoException("no C compiler was found\nin many lines")
@@ -173,3 +180,16 @@ def test_layers_that_cannot_be_compiled_are_computed_without_and_it_is_told(capl
     assert [record.getMessage() for record in caplog.records] == [
         "layers cannot be compiled here, so updates are slower: no C compiler was found"
     ]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_value_head_reads_the_same_states_on_every_way(shared: bool):
+    decoder, tree = make_decoder(), random_tree(3)
+    learner = TreeLearner(decoder, section(advantage="gae"))
+    batch = pack(tree, rollouts=1, tokens_per_pass=40, shared_prefix=shared)
+    found = learner._states(batch)  # pyright: ignore[reportPrivateUsage]
+    order = batch.columns().token.argsort()
+    ids = [torch.tensor([s.token_ids]) for s in tree]
+    plain = [decoder(each, torch.arange(each.shape[1]).unsqueeze(0), causal)[0, :-1] for each in ids]
+    truth = torch.cat([states[torch.tensor(s.trained[1:])] for states, s in zip(plain, tree, strict=True)])
+    assert torch.allclose(found[torch.from_numpy(order)], truth, atol=1e-6)

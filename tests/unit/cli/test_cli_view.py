@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from typing import Any
 
 import orjson
@@ -183,7 +184,7 @@ def test_without_a_terminal_each_event_that_matters_is_one_line():
         ("train.step", trained(2, None, tokens_per_s=None, exact_token_rate=None)),
         ("run.stop", {"reason": "asked to"}),
     )
-    assert lines == [
+    assert [re.sub(r"  \S+ steps, about .* left$", "", line) for line in lines] == [
         "run demo in runs/demo: model tiny, 4 steps",
         "loading tiny",
         "held-out evaluation before training: 16 tasks",
@@ -285,6 +286,8 @@ def test_a_step_line_has_the_named_parts_of_the_reward():
 
 def test_a_step_line_says_how_many_rollouts_failed():
     state = followed(("run.start", start()))
-    line = event_line("train.step", trained(1, 1.0, ends={"completed": 16, "agent_error": 16}), state)
+    failed, ungraded = {"count": 16, "reason": "agent_error: boom"}, {"count": 2, "reason": "no reward"}
+    found = {"failed": failed, "ungraded": ungraded, "wrong": {"count": 3, "reason": "reward 0, below 1"}}
+    line = event_line("train.step", trained(1, 1.0, shortfalls=found), state)
     assert line is not None
-    assert "reward 1.000  (16 of 32 rollouts failed)" in line
+    assert "reward 1.000  (16 of 32 rollouts failed: agent_error: boom; 2 of 32 rollouts ungraded: no reward)  groups" in line

@@ -1,5 +1,7 @@
 """A broken agent does not look like a bad model: passed, wrong, failed and ungraded are numbers of their own."""
 
+from osmosis_ai.cli.eval_lines import results_of
+from osmosis_ai.cli.records import eval_summary
 from penstock.cli.submitted import as_text
 from penstock.config import EvalSection
 from penstock.controller.api.results import AttemptSummary, EvaluationProgress, eval_results
@@ -23,7 +25,7 @@ def test_rollouts_that_failed_are_not_graded_and_their_reason_is_told():
     found = results(("agent_error", 0.0, "ValueError: broken"), ("agent_error", 0.0, "ValueError: broken"))
     assert (found["graded"], found["passed"], found["failed"], found["skipped"], found["pass_rate"]) == (0, 0, 0, 2, None)
     assert "passed 0 of 0 graded" in told(found)
-    assert "failed 2 agent_error: ValueError: broken" in told(found)
+    assert "failed 2 (agent_error: ValueError: broken) ungraded 0 wrong 0" in told(found)
 
 
 def test_wrong_failed_and_ungraded_are_three_numbers():
@@ -37,5 +39,15 @@ def test_wrong_failed_and_ungraded_are_three_numbers():
     assert (found["graded"], found["passed"], found["failed"], found["skipped"]) == (3, 1, 2, 2)
     assert found["score"] == 0.2
     text = told(found)
-    for said in ("passed 1 of 3 graded", "wrong 2", "failed 1 timeout: too slow", "ungraded 1 grader_error: no reward"):
+    for said in ("passed 1 of 3 graded", "wrong 2 (reward 0, below 1)", "failed 1 (timeout: too slow)", "ungraded 1 (no reward)"):
         assert said in text
+
+
+def test_the_osmosis_command_tells_them_too():
+    found = results(("agent_error", 0.0, "boom"), ("agent_error", 0.0, "boom"), ("completed", 0.0, ""))
+    lines = results_of(eval_summary({"results": found}), found)
+    assert lines[:3] == [
+        "Results: graded 1, passed 0, failed 2, ungraded 0, wrong 1",
+        "Failed: agent_error: boom",
+        "Wrong: reward 0, below 1",
+    ]

@@ -224,9 +224,10 @@ def test_plug_ins_are_functions_of_a_group_or_of_a_batch():
 
 
 @pytest.mark.parametrize("name", list(ADVANTAGES))
-def test_every_advantage_names_its_paper_and_describes_its_settings(name: str):
+def test_every_advantage_names_its_paper_and_works_without_settings(name: str):
     function = ADVANTAGES.load(name)
     module = __import__(function.__module__, fromlist=["x"])
     assert "arXiv" in (module.__doc__ or "") or "Williams" in (module.__doc__ or "")
     assert level_of(function) in ("group", "batch", "token")
-    assert all(field.default is not None for field in (settings_of(function) or TrainSection).model_fields.values())
+    kind = settings_of(function)
+    assert kind is None or not any(field.is_required() for field in kind.model_fields.values())

@@ -45,9 +45,13 @@ def results_of(summary: Record, results: Record) -> list[str]:
     """Returns one line for each known part of the results."""
     stats = dict(results.get("reward_stats") or {})
     pass_at_k: Record = stats.pop("pass_at_k", None) or {}
-    counts = ", ".join(f"{name} {summary[name]}" for name in ("graded", "passed", "failed", "skipped") if name in summary)
+    short: Record = results.get("shortfalls") or {}
+    names = ("graded", "passed") if short else ("graded", "passed", "failed", "skipped")
+    counts = [f"{name} {summary[name]}" for name in names if name in summary]
+    counts += [f"{name} {each['count']}" for name, each in short.items()]
     parts = {
-        "Results": counts,
+        "Results": ", ".join(counts),
+        **{name.capitalize(): each["reason"] for name, each in short.items()},
         "Pass Threshold": summary.get("pass_threshold"),
         "Reward Stats": settings(stats),
         "Pass@k": ", ".join(f"{k}: {NONE if value is None else f'{value:.3f}'}" for k, value in pass_at_k.items()),

@@ -23,6 +23,7 @@ from penstock.evals.spending import rollout_usage
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
 from penstock.records import Attempt, End
+from penstock.run.shortfalls import ScoredEnd, shortfalls, shortfalls_json
 from penstock.system.files import read_inside, write_file
 
 MAX_CACHED = 200
@@ -142,6 +143,7 @@ def eval_results(
         "total_dataset_rows": dataset_rows,
         **_counts(attempts, section),
         "skipped_reasons": _skipped_reasons(attempts),
+        "shortfalls": _shortfalls(attempts, section),
         "total_tokens": _tokens(attempts),
         "resumed_count": resumed,
         "reward_stats": None if stats is None else stats | {"pass_at_k": by_k},
@@ -156,6 +158,7 @@ def eval_overview(progress: EvaluationProgress, section: EvalSection, *, duratio
         "total_samples": len(progress.rows) * section.samples,
         "completed_samples": len(attempts),
         **_counts(attempts, section),
+        "shortfalls": _shortfalls(attempts, section),
         "tokens_used": _tokens(attempts),
     }
 
@@ -209,6 +212,10 @@ def _skipped_reasons(attempts: Sequence[AttemptSummary]) -> dict[str, dict[str, 
         if each.end != End.COMPLETED:
             messages.setdefault(each.end, Counter())[each.message] += 1
     return {end: {"count": found.total(), "message": found.most_common(1)[0][0]} for end, found in messages.items()}
+
+
+def _shortfalls(attempts: Sequence[AttemptSummary], section: EvalSection) -> dict[str, dict[str, Any]]:
+    return shortfalls_json(shortfalls([ScoredEnd(each.end, each.message, each.reward) for each in attempts], section.passes))
 
 
 def _tokens(attempts: Sequence[AttemptSummary]) -> int:

@@ -8,7 +8,9 @@ from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from penstock.http.client import UpstreamError
 
 
 class ServedAdapter(NamedTuple):
@@ -67,3 +69,11 @@ class ServedAdapters:
             yield adapter
         finally:
             self._requests[adapter.name] -= 1
+
+
+def adapter_roots(listed: Any, url: str) -> dict[str, str]:
+    """The adapters in an answer of `/v1/models`: their folders by name."""
+    try:
+        return {str(entry["id"]): str(entry.get("root") or "") for entry in listed["data"] if entry.get("parent")}
+    except (KeyError, TypeError, AttributeError) as cause:
+        raise UpstreamError(f"{url}/v1/models does not say what is served", kind="garbled") from cause

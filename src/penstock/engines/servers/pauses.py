@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import select
+import shutil
 import signal
 import threading
 import time
@@ -35,12 +36,13 @@ POLL_S = 0.5
 
 
 class ServerCall(NamedTuple):
-    """A POST to a server."""
+    """A POST to a server, or a GET if it has no body."""
 
     path: str
-    body: dict[str, Any]
-    answer: str = ""
-    """What the answer must hold to be believed: something else may answer in the server's place."""
+    body: dict[str, Any] | None
+    answer: str | None = ""
+    """What the answer must hold to be believed: something else may answer in the server's place. None believes no answer: the
+    next call of the step asks whether this one had its effect."""
 
 
 RecoverySteps = Sequence[Sequence[ServerCall]]
@@ -53,25 +55,28 @@ class Recovery(NamedTuple):
     key: str = ""
 
     def run(self, *, resume_s: float = RESUME_S, step_s: float = STEP_S, is_settled: Callable[[], bool] = lambda: False) -> bool:
-        """Send the requests; returns whether the server was resumed. Blocks. Steps before the last may fail.
+        """Send the requests; returns whether the server was resumed. Blocks. It ends early once `is_settled`.
 
-        It ends early once `is_settled`.
+        Steps before the last may fail, unless they ask whether they had their effect: what follows would do harm without it.
         """
-        for step in self.steps[:-1]:
-            any(self._post(call, step_s) for call in step)
-        deadline = time.monotonic() + resume_s
-        while not any(self._post(call, min(resume_s, step_s)) for call in self.steps[-1]):
-            if time.monotonic() >= deadline or is_settled():
-                return False
-            time.sleep(RETRY_S)
+        for step in self.steps:
+            last = step is self.steps[-1]
+            deadline = time.monotonic() + resume_s
+            while not any(self._post(call, min(resume_s, step_s) if last else step_s) for call in step):
+                if not last and step[0].answer is not None:
+                    break
+                if time.monotonic() >= deadline or is_settled():
+                    return False
+                time.sleep(RETRY_S)
         return True
 
     def _post(self, call: ServerCall, limit_s: float) -> bool:
         headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {self.key}"} if self.key else {})
-        request = urllib.request.Request(self.url + call.path, json.dumps(call.body).encode(), headers)
+        body = None if call.body is None else json.dumps(call.body).encode()
+        request = urllib.request.Request(self.url + call.path, body, headers)
         try:
             with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=limit_s) as answer:
-                return call.answer.encode() in answer.read()
+                return call.answer is not None and call.answer.encode() in answer.read()
         except (OSError, ValueError, HTTPException):  # an error status, a closed or silent connection, an answer that is none
             return False
 
@@ -119,12 +124,18 @@ class PausedServers:
         if not self._locks:
             await asyncio.to_thread(os.waitpid, child, 0)
 
+    def remove_if_killed(self, folder: Path) -> None:
+        """Have a folder removed if this process dies, after the servers that may read it were brought back."""
+        self._send({"remove": str(folder)})
+
     def _tell(self, url: str, steps: RecoverySteps) -> None:
+        self._send({"url": url, "key": self._key, "steps": steps, "folder": str(self._folder)})
+
+    def _send(self, note: dict[str, Any]) -> None:
         if self._pipe is None:
             reading, self._pipe = os.pipe()
             self._child = spawn_detached(module_command(__name__), log=Path(os.devnull), stdin=reading)
             os.close(reading)
-        note = {"url": url, "key": self._key, "steps": steps, "folder": str(self._folder)}
         os.write(self._pipe, json.dumps(note).encode() + b"\n")
 
 
@@ -177,7 +188,7 @@ def _read_record(path: Path) -> RecoverySteps | None:
 
 
 def _parse_steps(steps: Any) -> list[list[ServerCall]]:
-    return [[ServerCall(str(path), dict(body), str(answer)) for path, body, answer in step] for step in steps]
+    return [[ServerCall(*call) for call in step] for step in steps]
 
 
 # The child process
@@ -188,8 +199,12 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # they may be meant for the whole group, and this is needed then
     paused: dict[str, tuple[Recovery, Path]] = {}
+    removed: list[str] = []
     for line in _lines_of_parent():
         note = json.loads(line)
+        if "remove" in note:
+            removed.append(note["remove"])
+            continue
         paused.pop(note["url"], None)
         if note["steps"]:
             recovery = Recovery(note["url"], _parse_steps(note["steps"]), note["key"])
@@ -197,6 +212,10 @@ def main() -> None:
     threads = [threading.Thread(target=_bring_back, args=each) for each in paused.values()]
     for thread in threads:
         thread.start()
+    for thread in threads:
+        thread.join()
+    for folder in removed:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _lines_of_parent() -> Any:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.engines.fleet import EngineServer
-from penstock.engines.servers.adapters import ServedAdapter
+from penstock.engines.servers.adapters import ServedAdapter, adapter_roots
 from penstock.engines.servers.base import RemoteEngine, RemoteModel, RemoteSection, ReplyReader, open_remote
 from penstock.engines.servers.model_files import PublishedWeights
 from penstock.engines.servers.pauses import RecoverySteps, ServerCall
@@ -137,8 +137,7 @@ class SglangEngine(RemoteEngine):
 
     async def listed_adapters(self, url: str) -> dict[str, str]:
         """As `/v1/models` lists them; older versions list none, and are taken at their word that they loaded ours."""
-        listed = await self.client.http.request_json(f"{url}/v1/models")
-        found = {str(entry["id"]): str(entry.get("root") or "") for entry in listed["data"] if entry.get("parent")}
+        found = adapter_roots(await self.client.http.request_json(f"{url}/v1/models"), url)
         return found or {adapter.name: str(adapter.folder) for adapter in self._adapters.loaded()}
 
     async def change_weights(self, url: str, wanted: PublishedWeights) -> None:

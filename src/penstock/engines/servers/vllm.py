@@ -10,10 +10,10 @@ from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, cast
 
 from penstock.engines.fleet import EngineServer
-from penstock.engines.servers.adapters import ServedAdapter
+from penstock.engines.servers.adapters import ServedAdapter, adapter_roots
 from penstock.engines.servers.base import (
     CONTROL_S,
     RemoteEngine,
@@ -122,15 +122,13 @@ class VllmFeatures(NamedTuple):
     """`/server_info`, which is there in development mode only."""
 
     def setting(self, section: str, key: str) -> Any:
-        config: dict[str, Any] = self.settings.get("vllm_config") or {}
-        values: dict[str, Any] = config.get(section) or {}
-        return values.get(key)
+        return _table(_table(self.settings.get("vllm_config")).get(section)).get(key)
 
     @property
     def transfer_backend(self) -> str:
         """Which transfer of weights it was started with; empty for none, and for `ipc` without leave to read pickles."""
         backend: str = self.setting("weight_transfer_config", "backend") or ""
-        env: dict[str, Any] = self.settings.get("vllm_env") or {}
+        env = _table(self.settings.get("vllm_env"))
         return "" if backend == "ipc" and not env.get("VLLM_ALLOW_INSECURE_SERIALIZATION") else backend
 
 
@@ -163,6 +161,8 @@ class VllmEngine(RemoteEngine):
         """By URL, for servers without `/weight_info`."""
         self._connected: dict[str, str] = {}
         """By URL, the start of the server that a transfer was set up with."""
+        self._asleep: set[str] = set()
+        """Servers that may be: a token that one samples now would end it."""
         self._roots: dict[str, str] = {}
         """The model that each server was started with, as its own path or name."""
 
@@ -194,9 +194,7 @@ class VllmEngine(RemoteEngine):
         await self.client.http.request_bytes(f"{url}/v1/unload_lora_adapter", {"lora_name": name}, limit_s=self._control_s)
 
     async def listed_adapters(self, url: str) -> dict[str, str]:
-        listed = await self.client.http.request_json(f"{url}/v1/models")
-        models: list[dict[str, Any]] = _field(listed, "data", url)
-        return {str(entry["id"]): str(entry.get("root") or "") for entry in models if entry.get("parent")}
+        return adapter_roots(await self.client.http.request_json(f"{url}/v1/models"), url)
 
     async def change_weights(self, url: str, wanted: PublishedWeights) -> None:
         if wanted.written is not None:
@@ -222,13 +220,13 @@ class VllmEngine(RemoteEngine):
         self._named[url] = NamedWeights(wanted.label, now)
 
     def recovery_steps(self, url: str, before: PublishedWeights) -> RecoverySteps:
+        if url in self._asleep:
+            return [WAKE, [self.resume_call]]
         folders = [str(before.folder), *filter(None, [self._roots.get(url)])]
         steps = [[reload_call(folder) for folder in folders], [RESET], [self.resume_call]]
         features = self._features.get(url)
         if features is not None and features.transfer_backend:
             steps.insert(0, [FINISH])  # refused where no transfer is under way
-        if features is not None and features.setting("model_config", "enable_sleep_mode"):
-            steps.insert(0, [WAKE])  # nothing, where it is awake
         return steps
 
     async def transfer(self, version: int, sender: WeightSender, folder: Path, written: asyncio.Event) -> None:
@@ -246,8 +244,8 @@ class VllmEngine(RemoteEngine):
     async def _receive(self, sender: WeightSender, url: str, wanted: PublishedWeights) -> None:
         started = await self._start_time(url)
         if self._connected.get(url) != started:
-            size = _field(await self.client.http.request_json(f"{url}/get_world_size"), "world_size", url)
-            info, work = await asyncio.to_thread(sender.connect, url, int(size))
+            size = _field(await self.client.http.request_json(f"{url}/get_world_size"), "world_size", int, url)
+            info, work = await asyncio.to_thread(sender.connect, url, size)
             init = ServerCall("/init_weight_transfer_engine", {"init_info": info}, "initialized")
             await exchange(self.post(url, init), work, self._load_s)
             self._connected[url] = started
@@ -290,8 +288,10 @@ class VllmEngine(RemoteEngine):
                 done.set()
 
     async def _sleep(self, server: EngineServer, awake: set[EngineServer], changed: asyncio.Event, done: asyncio.Event) -> None:
-        url, steps = server.url, [[WAKE], [self.resume_call]]
-        if not await self._paused_servers.add(url, steps):
+        url = server.url
+        self._asleep.add(url)
+        if not await self._paused_servers.add(url, self.recovery_steps(url, self._served_last)):
+            self._asleep.discard(url)
             raise UpstreamError(f"{url} is being changed by another run on this machine", kind="busy", status=503)
         try:
             await self.post(url, SLEEP, limit_s=self._load_s)
@@ -299,9 +299,20 @@ class VllmEngine(RemoteEngine):
             changed.set()
             await done.wait()
         finally:
-            await finish_shielded(self._bring_back(Recovery(url, steps, self._key)))
+            await finish_shielded(self._wake(url))
+
+    async def _wake(self, url: str) -> None:
+        await self._bring_back(Recovery(url, self.recovery_steps(url, self._served_last), self._key))
         if url in self._paused_servers:
             raise UpstreamError(f"{url} could not be woken", kind="broken")
+        self._asleep.discard(url)
+
+    @asynccontextmanager
+    async def paused(self, url: str) -> AsyncGenerator[None]:
+        if url in self._asleep:
+            await self._wake(url)
+        async with super().paused(url):
+            yield
 
     async def refuse_sleepless(self) -> None:
         """ConfigError if a server cannot sleep."""
@@ -344,7 +355,7 @@ class VllmEngine(RemoteEngine):
     async def weights_label(self, url: str) -> str:
         if "/weight_info" in (await self.features(url)).routes:
             answer = await self.client.http.request_json(f"{url}/weight_info")
-            return str(_field(answer, "weight_version", url))
+            return _field(answer, "weight_version", str, url)
         named, started = self._named.get(url), await self._start_time(url)
         return named.label if named is not None and named.started == started else f"those of its start at {started or 'some time'}"
 
@@ -353,6 +364,8 @@ class VllmEngine(RemoteEngine):
         named = self._named.get(server.url)
         if named is not None and not named.started:
             del self._named[server.url]  # it was away, and nothing tells whether it was restarted
+        if server.url in self._asleep:
+            await self._wake(server.url)
         await super()._check_server(server)
 
     async def _start_time(self, url: str) -> str:
@@ -378,7 +391,7 @@ class VllmEngine(RemoteEngine):
 START = ServerCall("/start_weight_update", {}, "started")
 FINISH = ServerCall("/finish_weight_update", {}, "finished")
 SLEEP = ServerCall("/sleep?level=1", {})
-WAKE = ServerCall("/wake_up", {})
+WAKE = [ServerCall("/wake_up", {}, None), ServerCall("/is_sleeping", None, "false")]
 RESET = ServerCall("/reset_prefix_cache?reset_running_requests=true", {})
 
 
@@ -422,19 +435,19 @@ async def find_model(http: HttpClient, url: str, name: str) -> ListedModel:
 
 
 async def read_features(http: HttpClient, url: str) -> VllmFeatures:
-    version = _parse_version(_field(await http.request_json(f"{url}/version"), "version", url))
+    version = _parse_version(_field(await http.request_json(f"{url}/version"), "version", str, url))
     if version and not OLDEST <= version[:2] <= NEWEST:
         told = ".".join(map(str, version))
         log.warning("%s is vLLM %s; versions from %d.%d to %d.%d were tried", url, told, *OLDEST, *NEWEST)
     settings = await _optional(http, f"{url}/server_info?config_format=json")
     described = await _optional(http, f"{url}/openapi.json")
     if described is not None:
-        routes = frozenset(_field(described, "paths", url))
+        routes = frozenset(cast("dict[str, Any]", _field(described, "paths", dict, url)))
     elif settings is None:  # no development mode
         routes = frozenset[str]()
     else:
         routes = frozenset(route for route in DEV_MODE if version >= ADDED_IN.get(route, ()))
-    return VllmFeatures(version, routes, settings if isinstance(settings, dict) else {})
+    return VllmFeatures(version, routes, _table(settings))
 
 
 @contextmanager
@@ -455,10 +468,18 @@ async def _optional(http: HttpClient, url: str) -> Any:
         return None
 
 
-def _field(answer: Any, key: str, url: str) -> Any:
-    if not isinstance(answer, dict) or key not in answer:
+F = TypeVar("F")
+
+
+def _table(value: Any) -> dict[str, Any]:
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+
+
+def _field(answer: Any, key: str, kind: type[F], url: str) -> F:
+    value = _table(answer).get(key)
+    if not isinstance(value, kind):
         raise UpstreamError(f"{url} gave an answer without {key!r}; is it a vLLM server?", kind="garbled")
-    return answer[key]  # pyright: ignore[reportUnknownVariableType]
+    return value
 
 
 def _parse_version(text: Any) -> tuple[int, ...]:
@@ -473,10 +494,10 @@ async def _until_resumed(http: HttpClient, url: str, features: VllmFeatures) -> 
         return
     label = None
     for _ in range(max(1, round(OTHERS_PAUSE_S))):
-        if not _field(await http.request_json(f"{url}/is_paused"), "is_paused", url):
+        if not _field(await http.request_json(f"{url}/is_paused"), "is_paused", bool, url):
             return
         if label is None and "/weight_info" in features.routes:
-            label = str(_field(await http.request_json(f"{url}/weight_info"), "weight_version", url))
+            label = _field(await http.request_json(f"{url}/weight_info"), "weight_version", str, url)
         await asyncio.sleep(OTHERS_PAUSE_S / 10)
     if label is None or not label.startswith(LABEL_PREFIX):
         raise UpstreamError(

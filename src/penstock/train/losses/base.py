@@ -75,6 +75,11 @@ def mean_within(ids: Tensor, values: Tensor) -> Tensor:
     return (sums / sizes.clamp(min=1.0))[ids]
 
 
+def k1(new: Tensor, reference: Tensor) -> Tensor:
+    """Per token [tokens]: the gap. Right in the mean, but its gradient is 0 in expectation: for rewards, not for losses."""
+    return new - reference
+
+
 def k2(new: Tensor, reference: Tensor) -> Tensor:
     """Per token [tokens]: half the squared gap; its gradient is that of KL(new ‖ reference) in expectation."""
     return 0.5 * (new - reference).square()
@@ -84,3 +89,7 @@ def k3(new: Tensor, reference: Tensor) -> Tensor:
     """Per token [tokens]: an estimate of KL(new ‖ reference) that is never negative, for tokens sampled from `new`."""
     gap = reference - new
     return torch.exp(gap) - 1.0 - gap
+
+
+ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
+"""Of KL(new ‖ reference), http://joschu.net/blog/kl-approx.html."""

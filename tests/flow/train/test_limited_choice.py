@@ -1,0 +1,152 @@
+"""Tokens that were chosen from a part of the vocabulary: sampled, trained and verified under the same distribution."""
+
+import asyncio
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from test_gradients import assert_same
+from test_tree_forward import TreeLearner
+from training_cases import VOCAB, compute, gradients, make_decoder, random_tree, section
+
+from penstock.chat.renderer import Renderer
+from penstock.config import EmbeddedSection
+from penstock.engines.embedded.decoder import causal
+from penstock.engines.embedded.engine import open_engine
+from penstock.engines.embedded.token_sets import pack_set, unpack_sets
+from penstock.models.pull import resolve
+from penstock.records import Attempt, End, Grade, Group, Node, ReplyFormat, Sampling, Sequence, Step, Task, make_rollout
+from penstock.train.allowed import AllowedReplay
+from penstock.train.batches import pack
+from penstock.train.forward import pass_logprobs, trunk_states
+from penstock.train.sequences import ReplayedStep, sequences
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "yz"]}, "c": {"type": "string", "maxLength": 8}},
+    "required": ["a", "b", "c"],
+    "additionalProperties": False,
+}
+
+
+def limited(tree: list[Sequence], seed: int) -> list[Sequence]:
+    """The same with random sets around trained tokens, of some of the sequences."""
+    rng = np.random.default_rng(seed)
+
+    def some(token: int, trained: bool) -> bytes:
+        kept = rng.random(VOCAB) < rng.choice([0.05, 0.5])
+        kept[token] = True
+        return pack_set(kept) if trained and rng.random() < 0.8 else b""
+
+    made = [replace(one, allowed=tuple(map(some, one.token_ids, one.trained))) for one in tree]
+    return [one if at % 4 else replace(one, allowed=()) for at, one in enumerate(made)]
+
+
+def test_packed_sets_are_what_was_packed():
+    rng = np.random.default_rng(0)
+    rows = rng.random((9, 1003)) < np.linspace(0.0, 1.0, 9)[:, None]
+    assert (unpack_sets([pack_set(row) for row in rows], 1003) == rows).all()
+    assert unpack_sets([b""], 70).all()
+    assert (len(pack_set(np.arange(1003) < 3)), len(pack_set(rows[-1]))) == (1 + 12, 1 + 126)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_gradients_through_limited_choices_are_those_of_plain_softmax_over_the_set(seed: int):
+    decoder, tree = make_decoder(), limited(random_tree(seed), seed)
+    learner = TreeLearner(decoder, section(kl=0.1))
+    flat = compute(learner, tree, limit=60, shared=False)
+    oracle = gradients(decoder)
+    done = compute(learner, tree, limit=40, shared=True)
+    assert_same(gradients(decoder), oracle)
+    for name in ("loss", "entropy", "kl_reference"):
+        assert getattr(done.metrics, name) == pytest.approx(getattr(flat.metrics, name), rel=1e-4, abs=1e-6)
+
+
+def test_log_probabilities_of_limited_choices_by_hand():
+    decoder = make_decoder()
+    tree = limited(random_tree(5), 5)
+    batch = pack(tree, rollouts=1, tokens_per_pass=50)
+    owners = [(one, at) for one in tree for at in range(len(one.token_ids))]
+    for pass_set in batch.pass_sets:
+        trunk = trunk_states(decoder, pass_set.trunk)
+        for one in pass_set.passes:
+            values = pass_logprobs(decoder, one, trunk, flat=batch.flat).tolist()
+            for term, value in zip(one.terms, values, strict=True):
+                sequence, at = owners[term.token]
+                ids = torch.tensor([sequence.token_ids[:at]])
+                with torch.no_grad():
+                    hidden = decoder(ids, torch.arange(at).unsqueeze(0), causal)[0, -1]
+                    logits = decoder.logits(hidden) / sequence.temperatures[at]
+                [row] = unpack_sets([sequence.allowed[at] if sequence.allowed else b""], VOCAB)
+                kept = np.flatnonzero(row)
+                assert value == pytest.approx(float(logits[sequence.token_ids[at]] - logits[kept].logsumexp(0)), abs=1e-5)
+
+
+SAMPLINGS = (Sampling(max_tokens=60), Sampling(max_tokens=60, temperature=0.7), Sampling(max_tokens=60, temperature=1.4))
+
+
+async def sampled_group(model: str, samplings=SAMPLINGS) -> tuple[Group, AllowedReplay, object]:
+    """A group whose replies were sampled by a model under a schema; with what replays them, and the decoder."""
+    pytest.importorskip("llguidance")
+    folder = (await asyncio.to_thread(resolve, model, lambda *_: None)).path
+    renderer = Renderer.load(folder)
+    engine = open_engine(folder, name=model, section=EmbeddedSection(device="cpu"), seed=0, decode=renderer.tokenizer.decode)
+    prompt = renderer.root([{"role": "user", "content": "Some JSON, please."}])
+    grammar = renderer.reply_grammar(ReplyFormat(schema=SCHEMA), (), frozenset(), prompt=prompt)
+    attempts: list[Attempt] = []
+    try:
+        for place, sampling in enumerate(samplings):
+            asked = replace(sampling, grammar=grammar, stop_ids=renderer.stop_ids, seed=place)
+            chunks = [chunk async for chunk in engine.generate(prompt, asked)]
+            rollout = make_rollout("g", "t", place)
+            node = Node(rollout_id=rollout.id, id=0, parent=None, token_ids=tuple(prompt), chain="a", messages=())
+            step = Step(
+                rollout_id=rollout.id,
+                index=0,
+                node=0,
+                transcript="main",
+                completion_ids=tuple(i for chunk in chunks for i in chunk.ids),
+                logprobs=tuple(x for chunk in chunks for x in chunk.logprobs),
+                full_logprobs=tuple(x for chunk in chunks for x in chunk.full_logprobs),
+                versions=tuple(v for chunk in chunks for v in chunk.versions),
+                sampling=asked,
+                finish=chunks[-1].finish or "error",
+                message={"role": "assistant", "content": ""},
+                chain="b",
+            )
+            grade = Grade(rollout_id=rollout.id, reward=float(place), source="test")
+            attempts.append(Attempt(rollout=rollout, end=End.COMPLETED, nodes=(node,), steps=(step,), grades=(grade,)))
+        replay = AllowedReplay(folder, engine.decoder.shape.vocab_size)
+        group = Group(id="g", seq=0, task=Task(id="t", prompt=()), channel="train", attempts=tuple(attempts))
+        return group, replay, engine.decoder
+    finally:
+        await engine.close()
+
+
+@pytest.mark.parametrize("model", ["tiny", pytest.param("smollm2-135m", marks=pytest.mark.slow)])
+def test_engine_and_trainer_agree_on_constrained_log_probabilities(model: str):
+    group, replay, decoder = asyncio.run(sampled_group(model))
+    made = sequences(group, [1.0, -1.0, 0.5], replay=replay)
+    assert made.counts["tokens"] == sum(len(attempt.steps[0].completion_ids) for attempt in group.attempts)
+    batch = pack(made.sequences, rollouts=3, tokens_per_pass=1024)
+    worst = 0.0
+    for pass_set in batch.pass_sets:
+        trunk = trunk_states(decoder, pass_set.trunk)
+        for one in pass_set.passes:
+            values = pass_logprobs(decoder, one, trunk, flat=False).tolist()
+            worst = max(worst, *(abs(value - term.logprob) for value, term in zip(values, one.terms, strict=True)))
+    assert worst < 1e-3  # as `penstock verify` asks in float32
+
+
+def test_what_cannot_be_replayed_is_masked_and_counted():
+    group, replay, _ = asyncio.run(sampled_group("tiny"))
+    credit = [1.0, -1.0, 0.5]
+    assert sequences(group, credit).counts["masked.constrained"] == 3
+    rng = random.Random(0)
+    [step, *_] = group.attempts[0].steps
+    changed = replace(step, completion_ids=tuple(rng.sample(step.completion_ids, len(step.completion_ids))))
+    assert replay(changed) == ReplayedStep(problem="not_allowed")
+    broken = replace(step, sampling=replace(step.sampling, grammar=replace(step.sampling.grammar, lark="start: nothing")))
+    assert replay(broken) == ReplayedStep(problem="grammar_unknown")
