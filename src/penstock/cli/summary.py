@@ -124,6 +124,7 @@ def _result_rows(result: TrainingResult) -> list[tuple[str, str]]:
     if summary.updates is not None and summary.steps:
         rows.append(("updates", f"{summary.updates} of {summary.steps} steps published a new version"))
     rows += [("", line) for line in wrap(summary.stalled, 66, break_long_words=False)]
+    rows += [("alarms", line) for line in wrap(", ".join(summary.alarms), 66)]
     rows += [("code", line) for change in summary.code_changes for line in wrap(f"{change}: rewards may not compare", 66)]
     rows += _exact_rows(summary)
     rows.append(("rollouts", f"{summary.rollouts:,}: {counts(summary.ends)}" if summary.ends else f"{summary.rollouts:,}"))
