@@ -1,8 +1,9 @@
 """The multiply agent, two turns, trained through a real vLLM on the same GPU: `python -m bench.gpu.vllm_train MODEL_FOLDER`.
 
-Three servers start at once, and each has its own part of the story, all at the same time:
+Four servers start at once, and each has its own part of the story, all at the same time:
   transfer  whole weights by CUDA IPC, then by a folder in shared memory; by each, a second run is killed while its server is paused
   folder    whole weights by a folder on disk; the server is killed in the middle and started again
+  sleep     the server sleeps while an update is computed; a run is killed while it does
   adapters  LoRA, each version under its own name; a run is killed in the middle, then the server in the middle of another
 Printed are rewards, the largest gap of log-probabilities, and seconds and bytes of a publication. Names after the folder choose
 parts. `--cpu` tries the script itself where there is no GPU: $VLLM_PYTHON then is the interpreter that has vLLM.
@@ -145,23 +146,49 @@ def ask(url: str, body: dict[str, Any] | None = None, limit_s: float = 30) -> by
         return None
 
 
-def kill_run(run: Run, server: Server, model: Path, *, paused: bool) -> None:
-    """Kill a run, where asked while it keeps its server paused, and see when the server serves others."""
+def kill_run(run: Run, server: Server, model: Path, question: str = "") -> None:
+    """Kill a run, at once or when the server says yes to a question, and see when and with which weights it serves others."""
     if not run.wait_steps(2):
         return
     end = time.monotonic() + 30 * PATIENCE
-    while paused and b"true" not in (ask(f"{server.url}/is_paused") or b"") and time.monotonic() < end:
+    while question and b"true" not in (ask(f"{server.url}/{question}") or b"") and time.monotonic() < end:
         time.sleep(0.001)
-    was = b"true" in (ask(f"{server.url}/is_paused") or b"")
+    was = bool(question) and b"true" in (ask(f"{server.url}/{question}") or b"")
     run.process.kill()
     begun = time.monotonic()
-    body = {"model": str(model), "prompt": [1, 2, 3], "max_tokens": 2, "temperature": 0}
+    body = {"model": str(model), "prompt": PROMPT, "max_tokens": 12, "temperature": 0, "logprobs": 0, "return_token_ids": True}
     answer = ask(f"{server.url}/v1/completions", body, limit_s=60 * PATIENCE)
     took = time.monotonic() - begun
     run.process.wait()
-    when = "while its server was paused" if was else "between two publications"
-    text = "no answer" if answer is None else repr(json.loads(answer)["choices"][0]["text"])
-    tell(f"kill -9 of {run.name} {when}, after {len(run.steps())} steps: another client's answer came after {took:.2f} s: {text}")
+    when = f"({question}: true)" if was else "between two publications"
+    tell(f"kill -9 of {run.name} {when}, after {len(run.steps())} steps: another client's answer came after {took:.2f} s")
+    if answer is None:
+        tell(f"no answer: {server.log.read_text(errors='replace')[-2500:]}")
+    else:
+        choice = json.loads(answer)["choices"][0]
+        tell(f"    it is {choice['text']!r}, sampled with " + nearest(run, model, choice))
+
+
+PROMPT = list(range(500, 540))
+
+
+def nearest(run: Run, model: Path, choice: dict[str, Any]) -> str:
+    """The version under which the log-probabilities of a reply are most likely, and how far off they are at most."""
+    import torch
+
+    from penstock.engines.embedded.decoder import causal
+    from penstock.engines.embedded.weights import load_decoder
+
+    ids, given = choice["token_ids"], torch.tensor(choice["logprobs"]["token_logprobs"])
+    every = torch.tensor([*PROMPT, *ids])
+    gaps: dict[str, float] = {}
+    for folder in [model, *sorted((run.folder / "checkpoints").glob("*[0-9]"))]:
+        with torch.no_grad():
+            decoder = load_decoder(folder)
+            hidden = decoder(every[None], torch.arange(len(every))[None], causal)
+            scores = decoder.logits(hidden[0, len(PROMPT) - 1 : -1]).log_softmax(-1)
+        gaps[folder.name] = float((scores.gather(-1, torch.tensor(ids)[:, None])[:, 0] - given).abs().max())
+    return f"{min(gaps, key=lambda name: gaps[name])} (largest gap by version: { ({k: round(v, 3) for k, v in gaps.items()}) })"
 
 
 def kill_server(run: Run, server: Server) -> None:
@@ -176,12 +203,22 @@ def kill_server(run: Run, server: Server) -> None:
     run.finish(100)
 
 
+KEPT = ("train.checkpoint_every=1", "train.checkpoints_kept=30")
+
+
 def transfer(folder: Path, model: Path, server: Server) -> None:
     for way in ("memory",) if CPU else ("ipc", "memory"):
         Run(folder, model, f"by-{way}", server, f'engine.weights="{way}"').finish()
-        kill_run(Run(folder, model, f"killed-by-{way}", server, f'engine.weights="{way}"'), server, model, paused=True)
+        run = Run(folder, model, f"killed-by-{way}", server, f'engine.weights="{way}"', *KEPT)
+        kill_run(run, server, model, "is_paused")
     if not CPU:
         kill_server(Run(folder, model, "by-ipc-restarted", server, 'engine.weights="ipc"'), server)
+
+
+def sleep(folder: Path, model: Path, server: Server) -> None:
+    Run(folder, model, "asleep", server, "engine.sleep=true").finish()
+    kill_run(Run(folder, model, "killed-asleep", server, "engine.sleep=true", *KEPT), server, model, "is_sleeping")
+    Run(folder, model, "awake-again", server, "train.steps=3").finish()
 
 
 def folders(folder: Path, model: Path, server: Server) -> None:
@@ -190,7 +227,7 @@ def folders(folder: Path, model: Path, server: Server) -> None:
 
 def adapters(folder: Path, model: Path, server: Server) -> None:
     lora = ['train.method="lora"', "train.lr=5e-4"]
-    kill_run(Run(folder, model, "killed-lora", server, *lora), server, model, paused=False)
+    kill_run(Run(folder, model, "killed-lora", server, *lora), server, model)
     kill_server(Run(folder, model, "lora-restarted", server, *lora), server)
     models = json.loads(ask(f"{server.url}/v1/models") or b'{"data": []}')
     tell("the server holds " + ", ".join(each["id"] for each in models["data"]))
@@ -199,6 +236,7 @@ def adapters(folder: Path, model: Path, server: Server) -> None:
 PARTS: dict[str, tuple[Callable[[Path, Path, Server], None], list[str]]] = {
     "transfer": (transfer, [] if CPU else ["--weight-transfer-config", '{"backend": "ipc"}']),
     "folder": (folders, []),
+    "sleep": (sleep, ["--enable-sleep-mode"]),
     "adapters": (adapters, ["--enable-lora", "--max-loras", "4", "--max-lora-rank", "16"]),
 }
 

@@ -250,11 +250,12 @@ async def workbench(
     limits: GatewayLimits | None = None,
     secrets: Sequence[str] = (),
     is_open: bool = False,
+    sessions: bool = False,
     policies: Mapping[str, ServedPolicy] | None = None,
 ) -> AsyncGenerator[GatewayFixture, None]:
     """A gateway in front of `engine`: over ASGI alone, or on a free port with `serves`. By default the pool is a new one in memory.
 
-    With `is_open` it requires no tokens. A text endpoint needs no renderer.
+    With `is_open` it requires no tokens, with `sessions` the session key works. A text endpoint needs no renderer.
     """
     async with AsyncExitStack() as stack:
         if pool is None:
@@ -270,6 +271,7 @@ async def workbench(
             limits=limits,
             secrets=secrets,
             is_open=is_open,
+            sessions=sessions,
             policies=policies,
         )
         if serves:

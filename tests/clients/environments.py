@@ -17,7 +17,8 @@ CACHE = Path(os.environ.get("PENSTOCK_CLIENTS_CACHE", "~/.cache/penstock/clients
 PYTHON = {
     "vendor": ("openai", "anthropic", "openai-agents"),
     "strands": ("strands-agents[openai,anthropic]",),
-    "litellm": ("litellm[proxy]", "mcp"),  # which imports mcp in calls with tools, and does not ask for it
+    "litellm-proxy": ("litellm[proxy]",),
+    "litellm": ("litellm", "mcp"),  # which imports mcp in calls with tools, and does not ask for it
     "langchain": ("langchain", "langchain-openai", "langchain-anthropic"),
     "mini-swe-agent": ("mini-swe-agent", "mcp"),
     "pydantic-ai": ("pydantic-ai-slim[openai,anthropic]",),

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import aiohttp
@@ -178,12 +179,15 @@ from penstock.http.client import UpstreamError
 
 async def main(url, folder):
     engine = VllmEngine([url], name="made-up", served=RemoteModel("made-up", 4096, True), folder=Path(folder))
-    async with engine.paused(url):
+    DOING
         print("paused", flush=True)
         await asyncio.sleep(600)
 
 asyncio.run(main(*sys.argv[1:]))
 """
+PAUSED = "async with engine.paused(url):"
+IN_MEMORY = f"engine.remove_if_killed(Path(folder))\n    {PAUSED}"
+ASLEEP = "async with engine.asleep():"
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
@@ -193,6 +197,29 @@ def test_a_run_that_is_killed_leaves_no_server_paused(number: signal.Signals, st
             process = await kill_while_paused(server, start, number)
             await server.until_resumed()
             assert process.returncode and not server.broken and server.calls[-1] == "resume"
+
+    run(case())
+
+
+def test_a_run_that_is_killed_leaves_no_weights_in_memory_once_its_server_has_read_them(start: Path):
+    async def case():
+        async with FakeVllm() as server:
+            await kill_while_paused(server, start, signal.SIGKILL, doing=IN_MEMORY)
+            await server.until_resumed()
+            assert server.held == 0 and not server.broken  # it got the folder's weights back before that was removed
+
+    run(case())
+    while start.exists():
+        time.sleep(0.01)
+
+
+def test_a_run_that_is_killed_while_its_server_sleeps_wakes_it(start: Path):
+    async def case():
+        async with FakeVllm() as server:
+            server.sleeps = True
+            await kill_while_paused(server, start, signal.SIGKILL, doing=ASLEEP)
+            await server.until_resumed()
+            assert not server.asleep and not server.broken
 
     run(case())
 
@@ -254,11 +281,12 @@ def test_two_runs_of_one_machine_do_not_change_one_server_at_once(start: Path, m
 
 
 async def kill_while_paused(
-    server: FakeVllm, folder: Path, number: signal.Signals, *, with_child: bool = False
+    server: FakeVllm, folder: Path, number: signal.Signals, *, with_child: bool = False, doing: str = PAUSED
 ) -> asyncio.subprocess.Process:
     """Kill a process that has paused the server; with `with_child` its child process too."""
+    script = KILLED.replace("DOING", doing)
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", KILLED, server.url, str(folder), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        sys.executable, "-c", script, server.url, str(folder), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )
     assert process.stdout is not None
     assert await process.stdout.readline() == b"paused\n"

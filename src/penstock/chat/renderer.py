@@ -1,9 +1,9 @@
 """Renderer of one model: messages to prompt ids, and sampled ids to text, reasoning and tool calls."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from penstock.chat.bridge import PROBE_TOOLS, PROBE_USER, Bridge
 from penstock.chat.grammars import GrammarWriter
@@ -35,11 +35,12 @@ class Renderer:
     If the template renders tools in a known format, that is used; any other model gets tools in the Hermes format.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, options: Mapping[str, Any] | None = None) -> None:
+        """`options` are further variables of the template, such as `enable_thinking`."""
         if not tokenizer.template:
             raise ModelError("the model has no chat template; add chat_template.jinja to its folder")
         self.tokenizer = tokenizer
-        self.template = ChatTemplate(tokenizer.template, tokenizer.named)
+        self.template = ChatTemplate(tokenizer.template, {**tokenizer.named, **(options or {})})
         self._hermes = Hermes()
         self._takes_system = self._renders([{"role": "system", "content": "Be brief."}, PROBE_USER])
         native = self._native_format()
@@ -112,6 +113,11 @@ class Renderer:
         close = close_reasoning(self._tags) if self._tags and self._opens_reasoning(prompt) else ""
         shielded = begin(self.tokenizer.shield(name))
         return RenderedPrompt(tuple(self.tokenizer.encode(f"{close}{shielded}")), f"{close}{begin(name)}")
+
+    def begin_text(self, text: str, *, prompt: Sequence[int] | None = None) -> RenderedPrompt:
+        """The beginning of a reply that must continue `text`; reasoning that the prompt opens is closed before it."""
+        close = close_reasoning(self._tags) if self._tags and self._opens_reasoning(prompt) else ""
+        return RenderedPrompt(tuple(self.tokenizer.encode(f"{close}{self.tokenizer.shield(text)}")), text)
 
     def reply_grammar(
         self, form: ReplyFormat, tools: Sequence[Tool], strict: frozenset[str], *, prompt: Sequence[int]

@@ -13,6 +13,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from penstock.chat.media import placeholder
 from penstock.errors import ModelError, RenderError, boundary
 from penstock.records import Message
 
@@ -23,7 +24,8 @@ Tool = dict[str, Any]
 class ChatTemplate:
     """A compiled chat template. It runs in a sandbox, because it comes with the model and cannot be trusted."""
 
-    def __init__(self, source: str, named: Mapping[str, str]) -> None:
+    def __init__(self, source: str, named: Mapping[str, Any]) -> None:
+        """`named` are variables that every rendering gets."""
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
         environment.filters["tojson"] = _tojson
         own = {"raise_exception": _raise, "strftime_now": _strftime_now}
@@ -95,11 +97,11 @@ def _with_value(function: dict[str, Any]) -> dict[str, Any]:
 
 
 def flatten(content: Any) -> str:
-    """Message content as one string. None is empty; the text parts of a list are joined by newlines."""
+    """Message content as one string. None is empty; the parts of a list are joined by newlines, images as placeholders."""
     if isinstance(content, str) or content is None:
         return content or ""
-    parts: list[dict[str, str]] = content
-    return "\n".join(part["text"] for part in parts)
+    parts: list[dict[str, Any]] = content
+    return "\n".join(part["text"] if "text" in part else placeholder(part) for part in parts)
 
 
 def has_reasoning(message: Message) -> bool:

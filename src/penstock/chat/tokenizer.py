@@ -45,6 +45,9 @@ class TextDecoder(Protocol):
 class Tokenizer:
     """Special tokens are those that the model folder marks as such, and its end-of-text ids."""
 
+    is_known = True
+    """See `DialectTokenizer`."""
+
     def __init__(
         self, core: HfTokenizer, *, template: str | None = None, named: Mapping[str, str] | None = None, eos_ids: Sequence[int] = ()
     ) -> None:

@@ -40,6 +40,9 @@ def gateway(
     workers: Annotated[int, typer.Option(min=1, metavar="N", help="Processes on the port; for engines behind --url.")] = 1,
     otel: Annotated[bool, typer.Option("--otel", help="Tell OpenTelemetry of every call.")] = False,
     is_open: Annotated[bool, typer.Option("--open", help="Ask for no tokens; on this machine only.")] = False,
+    sessions: Annotated[
+        bool, typer.Option("--sessions", help="Give out a key under which each session id of a client is a rollout.")
+    ] = False,
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Say nothing but JSON, errors too.")] = False,
 ) -> None:
@@ -49,10 +52,12 @@ def gateway(
     """
     sections = {"pool": {"name": pool}, "gateway": {"host": host, "port": port} | ({"otel": True} if otel else {})}
     settings = make_settings(engine, model, url or [], overrides or [], sections)
-    raise typer.Exit(serve(settings, folder=folder, workers=workers, is_open=is_open, quiet=as_json))
+    raise typer.Exit(serve(settings, folder=folder, workers=workers, is_open=is_open, sessions=sessions, quiet=as_json))
 
 
-def serve(settings: "Settings", *, folder: Path, workers: int = 1, is_open: bool = False, quiet: bool = False) -> int:
+def serve(
+    settings: "Settings", *, folder: Path, workers: int = 1, is_open: bool = False, sessions: bool = False, quiet: bool = False
+) -> int:
     """Serve until a signal comes and return the exit code. A line of JSON on stdout says when it serves, and where."""
     from penstock.gateway.standalone import hold_folder, load_secret, make_folder, write_tokens
     from penstock.http.listen import bind
@@ -67,9 +72,16 @@ def serve(settings: "Settings", *, folder: Path, workers: int = 1, is_open: bool
         found = get_model(settings)
         make_folder(folder, settings, found)
         with hold_folder(folder):
-            tokens = write_tokens(folder, load_secret(folder))
+            tokens = write_tokens(folder, load_secret(folder), sessions=sessions)
             notices = GatewayNotices(
-                settings, found, folder=folder, port=sock.getsockname()[1], tokens=tokens, is_open=is_open, quiet=quiet
+                settings,
+                found,
+                folder=folder,
+                port=sock.getsockname()[1],
+                tokens=tokens,
+                is_open=is_open,
+                sessions=sessions,
+                quiet=quiet,
             )
             try:
                 first = asyncio.run(_serve(notices, sock) if workers == 1 else _supervise(notices, workers))
@@ -134,14 +146,23 @@ class GatewayNotices:
     """Prints that the gateway serves: a line of JSON for programs on stdout, text for people on stderr."""
 
     def __init__(
-        self, settings: "Settings", model: "ModelFiles", *, folder: Path, port: int, tokens: Path, is_open: bool, quiet: bool
+        self,
+        settings: "Settings",
+        model: "ModelFiles",
+        *,
+        folder: Path,
+        port: int,
+        tokens: Path,
+        is_open: bool,
+        sessions: bool,
+        quiet: bool,
     ) -> None:
         from penstock.http.listen import base_url
 
         self.settings, self.model, self.folder, self.port = settings, model, folder, port
         self._base_url = base_url(settings.gateway.host, port, settings.gateway.hosts)
         self._tokens = tokens
-        self.is_open = is_open
+        self.is_open, self.sessions = is_open, sessions
         self._quiet = quiet
 
     def announce(self, pid: int, **more: object) -> None:
@@ -183,7 +204,13 @@ async def _serve(notices: GatewayNotices, sock: socket.socket) -> int | None:
     stop, secret = asyncio.Event(), load_secret(notices.folder)
     with Interrupts(stop, notices.announce_stop) as interrupts:
         opening = open_gateway(
-            notices.settings, notices.model, folder=notices.folder, secret=secret, sock=sock, is_open=notices.is_open
+            notices.settings,
+            notices.model,
+            folder=notices.folder,
+            secret=secret,
+            sock=sock,
+            is_open=notices.is_open,
+            sessions=notices.sessions,
         )
         async with opening as opened:
             notices.announce(os.getpid(), workers=1)
@@ -198,7 +225,13 @@ async def _supervise(notices: GatewayNotices, workers: int) -> int | None:
     from penstock.gateway.workers import WorkerSupervisor, make_worker_config
 
     config = make_worker_config(
-        notices.settings, notices.model, folder=notices.folder, port=notices.port, workers=workers, is_open=notices.is_open
+        notices.settings,
+        notices.model,
+        folder=notices.folder,
+        port=notices.port,
+        workers=workers,
+        is_open=notices.is_open,
+        sessions=notices.sessions,
     )
     stop = asyncio.Event()
 

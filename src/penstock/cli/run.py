@@ -246,6 +246,7 @@ def as_object(recorded: RecordedCommand) -> dict[str, Any]:
         "sampled_tokens": exact.sampled_tokens,
         "exact_tokens": exact.exact_tokens,
         "exact_token_rate": exact.rate,
+        **_reported_usage(attempt),
         "breaks": dict(breaks(attempt)),
         "notices": dict(sorted(recorded.notices.items())),
         "seconds": round(recorded.seconds, 3),
@@ -256,10 +257,23 @@ def as_object(recorded: RecordedCommand) -> dict[str, Any]:
     }
 
 
+def _reported_usage(attempt: Attempt) -> dict[str, Any]:
+    """The token counts that an endpoint reported; nothing of an engine, whose tokens are counted here."""
+    reported = [step.usage for step in attempt.steps if step.usage is not None]
+    if not reported:
+        return {}
+    prompt, completion = (sum(getattr(usage, name) for usage in reported) for name in ("prompt_tokens", "completion_tokens"))
+    return {"usage": {"prompt_tokens": prompt, "completion_tokens": completion}}
+
+
 def as_text(recorded: RecordedCommand) -> str:
     fields = as_object(recorded)
     rows = [("calls", f"{fields['calls']:,} in {clock(recorded.seconds)}, ended as {fields['end']}")]
-    rows.append(("exact", f"{percent(fields['exact_token_rate'])} of {fields['sampled_tokens']:,} sampled tokens"))
+    if usage := fields.get("usage"):
+        sampled, prompts = usage["completion_tokens"], usage["prompt_tokens"]
+        rows.append(("usage", f"{sampled:,} sampled tokens after prompts of {prompts:,}, as the endpoint reported"))
+    else:
+        rows.append(("exact", f"{percent(fields['exact_token_rate'])} of {fields['sampled_tokens']:,} sampled tokens"))
     rows += [("", line) for line in wrap(fields.get("hint", ""), 66)]
     rows += [("breaks", counts(fields["breaks"]))] if fields["breaks"] else []
     rows += [("not done", line) for line in wrap(counts(fields["notices"]), 66)]

@@ -29,6 +29,7 @@ from penstock.gateway.routes import FunctionEndpoint, Route, Routes, json_respon
 from penstock.gateway.session import Session, Sessions
 from penstock.gateway.shared_counters import Peers
 from penstock.gateway.sources import no_tokens_error
+from penstock.gateway.stored_responses import StoredResponses
 from penstock.gateway.trajectories import Trajectories
 from penstock.http.listen import base_url, bind, is_loopback, known_names
 from penstock.pool.base import Pool
@@ -53,6 +54,7 @@ class Gateway:
     sock: a bound socket, used instead of host and port.
     peers: the other workers on the same port; None if there are none.
     is_open: only the control routes need a token; it then listens on this machine only.
+    sessions: the session key opens a rollout for each session id that clients send.
     closed: routes that are refused, by the token that they need. A run with a grader closes those that would open, grade or end
         rollouts beside its runner: whoever calls them has a token that nobody was given.
     policies: by the model name that agents ask for; without them `engine` answers under every name.
@@ -76,12 +78,13 @@ class Gateway:
         tracer: CallTracer | None = None,
         peers: Peers | None = None,
         is_open: bool = False,
+        sessions: bool = False,
         closed: Collection[Access] = (),
         policies: Mapping[str, ServedPolicy] | None = None,
     ) -> None:
         self._closed = frozenset(closed)
         self._limits = limits = limits or GatewayLimits()
-        self.tokens = GatewayTokens(secret, is_open=is_open)
+        self.tokens = GatewayTokens(secret, is_open=is_open, sessions=sessions)
         if is_open:
             _require_loopback(sock.getsockname()[0] if sock else host)
         self._events = events or Events()
@@ -90,7 +93,7 @@ class Gateway:
         self._sock = sock
         self._tracer = tracer
         self._peers = peers
-        redactor = Redactor([self.tokens.control, self.tokens.admin, *secrets])
+        redactor = Redactor([self.tokens.control, self.tokens.admin, self.tokens.session_key, *secrets])
         source = make_source(engine, renderer)
         self._pipeline = CallPipeline(
             source, pool, self._events, limits=limits, redactor=redactor, policies=PolicySources(source, policies or {})
@@ -168,6 +171,7 @@ class Gateway:
         control = ControlRoutes(pool, self._sessions, self._limits)
         routes = [
             *self._model_routes(),
+            Route("GET", "/v1/responses/{response}", Access.MODEL, FunctionEndpoint(self._stored_responses(pool).get)),
             Route("GET", "/v1/models", Access.MODEL, FunctionEndpoint(self._models)),
             Route("GET", "/v1/models/{model}", Access.MODEL, FunctionEndpoint(self._model)),
             Route("GET", f"/v1/models/{PLACEHOLDER_MODEL}", Access.MODEL, FunctionEndpoint(self._model)),
@@ -183,6 +187,9 @@ class Gateway:
         ]
         refuse = FunctionEndpoint(self._refuse_closed)
         return [route._replace(endpoint=refuse) if route.access in self._closed else route for route in routes]
+
+    def _stored_responses(self, pool: Pool) -> StoredResponses:
+        return StoredResponses(self._pipeline, self._trajectories.session, pool)
 
     def _model_routes(self) -> list[Route]:
         limits, pipeline, find, response_cache = self._limits, self._pipeline, self._trajectories.session, ResponseCache()

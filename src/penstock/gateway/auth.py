@@ -4,6 +4,7 @@
     flow token     a flow's: submit, grade and complete one rollout
     control token  the runner's: control routes, and the flow routes of any rollout
     admin token    the operator's: metrics and the read API
+    session key    of clients that send a session id: model routes, a rollout for each session
 
 A model or flow token is the rollout's id and its signature under the run's secret, so any gateway of the run verifies it without a
 lookup. Every route names the access it needs. The uid of a trajectory that a gateway made is signed in itself: in a path it opens
@@ -20,6 +21,7 @@ from hashlib import sha256
 from typing import NamedTuple
 
 from penstock.errors import ConfigError, RequestError
+from penstock.gateway.client_sessions import ANY_SESSION
 from penstock.http.asgi import Headers, header
 
 MAX_CACHED_TOKENS = 10_000
@@ -46,8 +48,9 @@ class VerifiedToken(NamedTuple):
 class GatewayTokens:
     """Makes and verifies the tokens of one run."""
 
-    def __init__(self, secret: bytes, *, is_open: bool = False) -> None:
+    def __init__(self, secret: bytes, *, is_open: bool = False, sessions: bool = False) -> None:
         self.is_open = is_open
+        self._has_sessions = sessions
         if len(secret) < 16:
             raise ConfigError(f"the gateway's secret has {len(secret)} bytes; give at least 16 random ones")
         self._key = hmac.new(secret, digestmod=sha256)
@@ -56,6 +59,8 @@ class GatewayTokens:
         self.control = f"ck-{self._sign('control')}"
         """The runner holds it; an agent never sees it."""
         self.admin = f"ak-{self._sign('admin')}"
+        self.session_key = f"sk-{self._sign('sessions')}"
+        """Opens the model routes of a rollout for each session of its clients, if the gateway was started for that."""
 
     def model(self, rollout_id: str) -> str:
         """The rollout's model token."""
@@ -123,6 +128,8 @@ class GatewayTokens:
             Access.CONTROL: self.control,
             Access.ADMIN: self.admin,
         }
+        if self._has_sessions and hmac.compare_digest(presented, self.session_key.encode()):
+            return self._remember(token, VerifiedToken(Access.MODEL, ANY_SESSION))
         for kind, valid in valid_tokens.items():  # all are compared, in constant time: timing must not tell them apart
             if hmac.compare_digest(presented, valid.encode("utf-8", "replace")):
                 found = kind

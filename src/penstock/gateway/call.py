@@ -1,7 +1,8 @@
 """The records of one model call: its caller, the parsed request, the prompt, limits, and a summary for metrics."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from penstock.chat.templates import Tool
 from penstock.config import GatewaySection
@@ -45,6 +46,8 @@ class ModelCall:
 
     model: str
     """As the agent asked for it."""
+    dialect: str = "chat"
+    """Whose fields `extra` holds: `chat` or `messages`."""
     messages: tuple[Message, ...]
     sampling: Sampling
     policy: str = ""
@@ -54,8 +57,20 @@ class ModelCall:
     """A prompt without a chat template, as text or token ids; `messages` is then empty."""
     reads_calls: bool = False
     """Whether tool calls in the reply are parsed."""
+    keeps_call_text: bool = False
+    """Whether the content of the answer also has the text of its tool calls, for agents that parse it themselves."""
     forced: str | None = None
     """The tool that the reply must call, empty for any; None if the model may choose."""
+    deferred: tuple[Tool, ...] = ()
+    """Tools that may be called and are shown where a message refers to them, not at the head of the prompt."""
+    one_call: bool = False
+    """Whether the reply may make one tool call at most; it is cut before a second one."""
+    prefill: str = ""
+    """The beginning of the reply, given by the caller. The model continues it."""
+    template_options: str = ""
+    """Variables for the chat template, as a JSON object; empty if there are none."""
+    extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Fields of the request that an endpoint gets as they are."""
     strict: frozenset[str] = frozenset()
     """The tools whose calls must follow their schemas."""
     format: ReplyFormat | None = None
@@ -86,6 +101,8 @@ class Prompt:
     tools: tuple[Tool, ...]
     chain: str
     reason: str | None = None
+    omitted: tuple[str, ...] = ()
+    """What `messages` held that the model cannot read: `image`, `document`, …; it got placeholders."""
     forced_prefix: str = ""
     """Text of the forced tool call that `ids` end with; the reply is parsed as if it began with it."""
 

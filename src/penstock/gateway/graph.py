@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import chain, takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
-from penstock.chat.templates import Tool, flatten, has_reasoning, message_digest, tools_digest
+from penstock.chat.templates import Tool, chain_digest, flatten, has_reasoning, message_digest
 from penstock.codec import extend_ids_hash
 from penstock.engines.base import TokenPath
 from penstock.gateway.weights import step_weight
@@ -85,8 +85,10 @@ class TokenGraph:
         self._last_prompt = (-1, TokenPath())
         self._replies: set[tuple[str, str]] = set()
         """Policies and digests of all replies, on whatever path."""
-        self._tools: set[tuple[str, str]] = set()
-        """Policies and digests of the tools of all roots."""
+        self._said: dict[int, str] = {}
+        """Step, to the digest of all messages up to its end, whatever the tools."""
+        self._known_said: set[tuple[str, str]] = set()
+        """Policies and these digests."""
         self.add_stored(attempt)
 
     def add_stored(self, attempt: Attempt) -> None:
@@ -106,14 +108,16 @@ class TokenGraph:
             self.nodes[node.id] = node
             self.next_node = max(self.next_node, node.id + 1)
             self._nodes_at.setdefault((step.policy, node.chain), []).append(node.id)
-            if node.parent is None:
-                self._tools.add((step.policy, tools_digest(node.tools)))
         self.steps[step.index] = step
         self.next_step = max(self.next_step, step.index + 1)
         self.tokens += step.sampled
         self.weight += step_weight(step, node)
         self._hashes[step.index] = context or self.context_hash(self.nodes[step.node], step.completion_ids)
         self._replies.add((step.policy, message_digest(step.message)))
+        at = self.nodes[step.node]
+        before_node = NOTHING_SAID if at.parent is None else self._said[at.parent]
+        self._said[step.index] = _said_after(before_node, [*at.messages, step.message])
+        self._known_said.add((step.policy, self._said[step.index]))
         self._index_answer(step)
         if self._reasons(step):
             self._steps_with_reasoning.add(step.index)
@@ -126,7 +130,7 @@ class TokenGraph:
         """The longest path of `policy` that these messages continue. `chains` are their digests, the tools' digest first."""
         for known in range(len(messages), 0, -1):
             if (step := self._step_after.get((policy, chains[known]))) is not None:
-                return PathMatch(step, known, chains[-1], self._why_branch(messages[known:], policy))
+                return PathMatch(step, known, chains[-1], self._why_branch(messages, known, policy))
         return PathMatch(None, 0, chains[-1], self._why_root(messages, chains, policy))
 
     def match_raw(self, raw: str | tuple[int, ...], policy: str = "") -> RawPathMatch:
@@ -160,6 +164,10 @@ class TokenGraph:
                 return steps
         return None
 
+    def answer(self, name: str) -> list[Step]:
+        """The steps of an answer; empty if it is unknown."""
+        return [self.steps[index] for index in self._steps_of.get(name, ())]
+
     def messages(self, answer: str) -> tuple[Message, ...] | None:
         """All messages on the path of an answer's first choice, its reply included; None for an unknown answer."""
         steps = self._steps_of.get(answer)
@@ -190,7 +198,7 @@ class TokenGraph:
         """All tokens up to the end of `step`'s reply."""
         reply = self.steps[step]
         node, prompt = self._last_prompt
-        return (prompt if node == reply.node else self._path(reply.node)).then(reply.completion_ids)
+        return (prompt if node == reply.node else self.path(reply.node)).then(reply.completion_ids)
 
     def keep_prompt(self, node: int, ids: TokenPath) -> None:
         """Keep the prompt that ends with `node`: the next call most likely continues a reply to it."""
@@ -203,9 +211,10 @@ class TokenGraph:
 
     def prompt(self, node: int) -> tuple[int, ...]:
         """The prompt that ends with `node`, as the engine got it."""
-        return tuple(self._path(node))
+        return tuple(self.path(node))
 
-    def _path(self, node: int) -> TokenPath:
+    def path(self, node: int) -> TokenPath:
+        """See `prompt`."""
         parts: list[tuple[int, ...]] = []
         at: int | None = node
         while at is not None:
@@ -240,18 +249,35 @@ class TokenGraph:
         replies = [step.message, *(message for message in since_user if message["role"] == "assistant")]
         return node.parent in self._steps_with_reasoning or any(map(has_reasoning, replies))
 
-    def _why_branch(self, new: Sequence[Message], policy: str) -> str | None:
+    def _why_branch(self, messages: Sequence[Message], known: int, policy: str) -> str | None:
         """Why a path is continued with replies that were not sampled there; None if no replies are among the new messages."""
-        replies = [(policy, message_digest(message)) for message in new if message["role"] == "assistant"]
+        replies = [(policy, message_digest(message)) for message in messages[known:] if message["role"] == "assistant"]
         if not replies:
             return None
-        return REPLY_EDITED if self._replies.isdisjoint(replies) else HISTORY_EDITED
+        if self._replies.isdisjoint(replies):
+            return REPLY_EDITED
+        return TOOLS_CHANGED if self._is_known_but_for_tools(messages, policy) else HISTORY_EDITED
+
+    def _is_known_but_for_tools(self, messages: Sequence[Message], policy: str) -> bool:
+        """Whether all messages up to the last reply are those of a path, whose tools must then be others."""
+        last = max((place for place, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
+        return (policy, _said_after(NOTHING_SAID, messages[: last + 1])) in self._known_said
 
     def _why_root(self, messages: Sequence[Message], chains: Sequence[str], policy: str) -> str | None:
         """Why the messages open a root although they repeat or replace a reply; None for a new conversation."""
         if any(message["role"] == "assistant" and (policy, message_digest(message)) in self._replies for message in messages):
-            return HISTORY_EDITED if (policy, chains[0]) in self._tools else TOOLS_CHANGED
+            return TOOLS_CHANGED if self._is_known_but_for_tools(messages, policy) else HISTORY_EDITED
         return REPLY_EDITED if any((policy, each) in self._nodes_at for each in chains[1:-1]) else None
+
+
+NOTHING_SAID = ""
+
+
+def _said_after(said: str, messages: Sequence[Message]) -> str:
+    """The digest of a conversation after more messages."""
+    for message in messages:
+        said = chain_digest(said, message_digest(message))
+    return said
 
 
 def is_complete(step: Step) -> bool:

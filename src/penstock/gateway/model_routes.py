@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 from penstock.errors import EngineBusy, EngineError, EngineRefused, PenstockError, PoolError, RenderError, RequestError
 from penstock.gateway.call import Caller, ConversationHistory, GatewayLimits, ModelCall, Prompt
 from penstock.gateway.call_pipeline import CallPipeline
+from penstock.gateway.client_sessions import ANY_SESSION, SESSION_PROMPT, session_rollout
 from penstock.gateway.dialects.base import Dialect, EventWriter, ModelAnswer, UnsentTokens
 from penstock.gateway.last_request import LastRequest
 from penstock.gateway.observability import CallTracer
@@ -26,7 +27,11 @@ from penstock.sdk.routing import PLACEHOLDER_NAMES
 
 PROMPT_UID = "penstock.prompt_uid"
 """Scope key: the prompt's uid if the path or body names the rollout without a token of its own, else None."""
+NAMED_BY_PATH = "penstock.named_by_path"
+"""Scope key: whether the path names a trajectory and its prompt, as the base URL of a black-box agent does."""
 MAIN_TRANSCRIPT = "main"
+CHAT = "chat"
+"""The dialect of black-box agents, some of which parse tool calls themselves."""
 TEXT_DIALECTS = "use /v1/chat/completions, /v1/responses or /v1/messages"
 """The remedy for a request that needs tokens, at a policy that has none."""
 
@@ -81,9 +86,12 @@ class ModelRoute:
             body = await read_body(receive, self._limits.body_bytes)
             if body is None:
                 return
+            caller = summary.caller = _of_session(caller, scope, body)
             session = await self._find(caller.rollout_id, scope[PROMPT_UID], is_retry=caller.is_retry)
+            is_black_box = scope[NAMED_BY_PATH]
             if caller.transcript == session.rollout.group_id:  # a path's `/{token}/{prompt}`: the prompt's uid, no transcript
-                caller = summary.caller = caller._replace(transcript=MAIN_TRANSCRIPT)
+                caller, is_black_box = caller._replace(transcript=MAIN_TRANSCRIPT), True
+                summary.caller = caller
             response.request = _request_digest(caller, self._dialect.path, body, session.last_request(caller.transcript))
             if response.request in session.failed_requests:
                 caller = caller._replace(is_retry=False)
@@ -93,6 +101,8 @@ class ModelRoute:
             with kept_request(session, caller.transcript):
                 parsed = parse_json(body, history.last_request.body.read)
                 caller, call = parse_call(self._pipeline, self._dialects, parsed, caller, session.sampling, history)
+            if is_black_box and self._name == CHAT:
+                call = self._pipeline.keep_call_text(call)
             summary.caller, summary.call = caller, call
         except PenstockError as error:
             await response.send_error(as_request_error(error))
@@ -183,6 +193,7 @@ class CountRoute:
             body = await read_body(receive, self._limits.body_bytes)
             if body is None:
                 return
+            caller = _of_session(caller, scope, body)
             session = await self._find(caller.rollout_id, scope[PROMPT_UID])
             history = await self._pipeline.history(session, caller.transcript)
             with kept_request(session, caller.transcript):
@@ -348,13 +359,21 @@ def _caller(scope: Scope) -> Caller:
         text = "whose call is this? call under /{trajectory}/{prompt}/v1, or send the rollout's model token or x-rollout-id"
         raise RequestError(text, code="unknown_caller")
     # A rollout server sends `{rollout_id}~{run}`: the part after the tilde tells runs apart.
-    if named and named != rollout_id and not named.startswith(f"{rollout_id}~"):
+    if named and named != rollout_id and rollout_id != ANY_SESSION and not named.startswith(f"{rollout_id}~"):
         raise RequestError(f"x-rollout-id names {named[:200]}, but the token is that of {rollout_id}", code="rollout_mismatch")
     transcript, key = header(headers, b"x-sample-id") or scope["transcript"] or MAIN_TRANSCRIPT, header(headers, b"idempotency-key")
     for name, value in (("x-sample-id", transcript), ("idempotency-key", key)):
         if len(value) > 200:
             raise RequestError(f"{name} is longer than 200 characters", code="invalid_value", param=name)
     return Caller(rollout_id, transcript, bool(key) or header(headers, b"x-stainless-retry-count") not in ("", "0"), key)
+
+
+def _of_session(caller: Caller, scope: Scope, body: bytes) -> Caller:
+    """The caller with the rollout of its session, if it came with the session key."""
+    if caller.rollout_id != ANY_SESSION:
+        return caller
+    scope[PROMPT_UID] = SESSION_PROMPT
+    return caller._replace(rollout_id=session_rollout(scope["headers"], body))
 
 
 def _request_digest(caller: Caller, path: str, body: bytes, last_request: LastRequest) -> str:

@@ -101,6 +101,12 @@ async def make_prompt(
     if call.raw is not None:
         return await _make_raw(graph, renderer, bound, call.raw, call.policy)
     prompt = await _make_templated(graph, renderer, roots, bound, call, chains)
+    if call.prefill and call.forced is not None:
+        text = "a reply that the caller has begun cannot begin with a tool call; leave out tool_choice or the last message"
+        raise RequestError(text, code="invalid_value", param="tool_choice")
+    if call.prefill:
+        ids, _ = renderer.begin_text(call.prefill, prompt=prompt.ids)
+        return replace(prompt, ids=prompt.ids.then(ids), added=prompt.added + ids)
     return prompt if call.forced is None else _force_call(prompt, renderer, call.forced)
 
 

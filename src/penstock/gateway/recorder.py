@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 from dataclasses import dataclass, replace
 
+from penstock.chat.media import without_bytes
 from penstock.chat.templates import chain_digest, message_digest
 from penstock.errors import PoolConflict, PoolError, RequestError
 from penstock.gateway.call import Prompt
@@ -82,7 +83,7 @@ class Recorder:
         return step if message is step.message else replace(step, message=message)
 
     def _clean_node(self, node: Node) -> Node:
-        messages = tuple(map(self._redactor.message, node.messages))
+        messages = tuple(self._redactor.message(without_bytes(message)) for message in node.messages)
         same = all(clean is original for clean, original in zip(messages, node.messages, strict=True))
         return node if same else replace(node, messages=messages)
 

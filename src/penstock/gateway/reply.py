@@ -1,7 +1,7 @@
 """Replies while they are sampled: token columns, and the text and tool calls that the agent may see so far."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -88,10 +88,10 @@ class ReplyText:
 class ReplyBuilder(ABC):
     """One reply while it is received: what the agent sees of it, and its tokens if they are known.
 
-    `seed` makes its tool-call ids differ from those of other replies.
+    `seed` makes its tool-call ids differ from those of other replies; `prefill` is the beginning that the caller gave.
     """
 
-    def __init__(self, *, seed: str) -> None:
+    def __init__(self, *, seed: str, prefill: str = "") -> None:
         self.ids: list[int] = []
         self.logprobs: list[float] = []
         self.full_logprobs: list[float] = []
@@ -103,8 +103,11 @@ class ReplyBuilder(ABC):
         """The token counts that an endpoint reports, if the tokens are not known."""
         self.calls: list[CallDelta] = []
         """Tool calls so far; the last may be incomplete."""
+        self.is_cut = False
+        """Whether it was ended before a second tool call."""
         self._seed = seed
-        self._text_parts: list[str] = []
+        self._prefill = prefill
+        self._text_parts: list[str] = [prefill] if prefill else []
         self._reasoning_parts: list[str] = []
 
     @abstractmethod
@@ -117,7 +120,7 @@ class ReplyBuilder(ABC):
 
     @property
     def is_empty(self) -> bool:
-        return not (self.ids or self.calls or self._text_parts or self._reasoning_parts)
+        return not (self.ids or self.calls or self._text_parts[bool(self._prefill) :] or self._reasoning_parts)
 
     def message(self) -> Message:
         """The assistant message as the agent saw it."""
@@ -150,21 +153,28 @@ class ReplyBuilder(ABC):
 
 
 class SampledReply(ReplyBuilder):
-    """A reply of an engine, with its tokens."""
+    """A reply of an engine, with its tokens. With `one_call` it ends before a second tool call.
 
-    def __init__(self, text: ReplyText, *, seed: str) -> None:
-        super().__init__(seed=seed)
-        self._text = text
+    `make_text` returns the reader of a reply from its first token on.
+    """
+
+    def __init__(self, make_text: Callable[[], ReplyText], *, seed: str, prefill: str = "", one_call: bool = False) -> None:
+        super().__init__(seed=seed, prefill=prefill)
+        self._make_text = make_text
+        self._text = make_text()
+        self._one_call = one_call
 
     def add(self, chunk: SampledChunk) -> list[Delta]:
         """Add sampled tokens; those after a completed stop string are dropped, as if never sampled."""
+        if self._one_call:
+            return self._add_until_second_call(chunk)
         used, pieces = self._text.push(chunk.ids)
         self.ids += chunk.ids[:used]
         self.logprobs += chunk.logprobs[:used]
         self.full_logprobs += (chunk.full_logprobs or chunk.logprobs)[:used]
         self.behaviour_known = self.behaviour_known and chunk.behaviour_known
         self.versions += chunk.versions[:used]
-        deltas = self._issue(pieces)
+        deltas = self.issue(pieces)
         finish = "stop" if self._text.stopped else chunk.finish
         return deltas if finish is None else [*deltas, *self.end(finish)]
 
@@ -172,9 +182,60 @@ class SampledReply(ReplyBuilder):
         if self.finish is not None:
             return []
         self.finish = finish
-        return self._issue(self._text.finish())
+        pieces = self._text.finish()
+        second = self._second_call(pieces)
+        deltas = self.issue(pieces[:second])
+        if second < len(pieces):
+            self._cut()
+        return deltas
 
-    def _issue(self, pieces: list[Piece]) -> list[Delta]:
+    def _add_until_second_call(self, chunk: SampledChunk) -> list[Delta]:
+        deltas: list[Delta] = []
+        self.behaviour_known = self.behaviour_known and chunk.behaviour_known
+        for place, token_id in enumerate(chunk.ids):
+            _, pieces = self._text.push([token_id])
+            self.ids.append(token_id)
+            self.logprobs.append(chunk.logprobs[place])
+            self.full_logprobs.append((chunk.full_logprobs or chunk.logprobs)[place])
+            self.versions.append(chunk.versions[place])
+            second = self._second_call(pieces)
+            deltas += self.issue(pieces[:second])
+            if second < len(pieces):
+                self._cut()
+                return deltas
+            if self._text.stopped:
+                return [*deltas, *self.end("stop")]
+        return deltas if chunk.finish is None else [*deltas, *self.end(chunk.finish)]
+
+    def _second_call(self, pieces: Sequence[Piece]) -> int:
+        """The place of the piece that begins a call after the first; the number of pieces if none does."""
+        calls = len(self.calls)
+        for place, piece in enumerate(pieces if self._one_call else ()):
+            calls += isinstance(piece, ToolCall)
+            if calls > 1:
+                return place
+        return len(pieces)
+
+    def _cut(self) -> None:
+        """End the reply with the last token after which the same was said and the second call had not begun."""
+        said, size = self.message(), len(self.ids) - 1
+        while size and not self._says(self.ids[:size], said):
+            size -= 1
+        for column in (self.ids, self.logprobs, self.full_logprobs, self.versions):
+            del column[size:]
+        self.finish, self.is_cut = "stop", True
+
+    def _says(self, ids: Sequence[int], said: Message) -> bool:
+        """Whether these tokens alone are a reply with the same calls and, white space aside, the same text."""
+        text = self._make_text()
+        alone = SampledReply(lambda: text, seed=self._seed, prefill=self._prefill)
+        alone.issue([*text.push(ids).pieces, *text.finish()])
+        again = alone.message()
+        same = [(message.get("tool_calls"), (message["content"] or "").strip()) for message in (again, said)]
+        return same[0] == same[1]
+
+    def issue(self, pieces: Sequence[Piece]) -> list[Delta]:
+        """Add parsed pieces; returns what the agent sees of them."""
         deltas: list[Delta] = []
         for piece in pieces:
             if isinstance(piece, ToolCall):

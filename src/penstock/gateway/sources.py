@@ -1,15 +1,21 @@
 """Sources of replies: an engine that samples token ids after a rendered prompt, or an endpoint that returns text."""
 
 import asyncio
+import re
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import orjson
+
 from penstock.chat.grammars import grammar_problem
+from penstock.chat.media import as_text, media_of
 from penstock.chat.parsers.base import Reasoning, ReplyParser, Text
 from penstock.chat.renderer import Renderer
+from penstock.chat.templates import Tool
 from penstock.config import EngineSection
 from penstock.engines import ENGINES
 from penstock.engines.base import Engine, SampledChunk, TokenPath
@@ -29,7 +35,10 @@ from penstock.gateway.dialects.base import DialectTokenizer
 from penstock.gateway.graph import TokenGraph
 from penstock.gateway.prompt import ContextBound, RootCache, make_prompt
 from penstock.gateway.reply import Delta, ReplyBuilder, ReplyText, SampledReply
-from penstock.records import Finish, ReplyGrammar, Sampling, Usage
+from penstock.records import Finish, Message, ReplyGrammar, Sampling, Step, Usage
+
+CLOSING_TAG = re.compile(r"\s*</\w+>")
+"""Of reasoning, before the rest of a reply."""
 
 
 class CallGrammar(NamedTuple):
@@ -61,6 +70,10 @@ class ReplySource(Protocol):
 
     def length(self, prompt: Prompt) -> int: ...
 
+    def unmet(self, call: ModelCall) -> Sequence[str]:
+        """What the call asks for and is not done. They are counted."""
+        ...
+
     def grammar(self, call: ModelCall, prompt: Prompt) -> CallGrammar:
         """What the reply may consist of; RequestError if a schema cannot be enforced."""
         ...
@@ -77,9 +90,28 @@ class ReplySource(Protocol):
         """The chunks of one choice; closing the generator cancels the request."""
         ...
 
+    def call_text(self, prompt: Prompt, step: Step) -> str:
+        """The text of a reply with its tool calls as they were sampled, without its reasoning; empty if it is not known."""
+        ...
+
+    def parse_calls(self, message: Message, tools: Sequence[Tool]) -> Message:
+        """A message of the assistant whose content has the text of tool calls, with these parsed; others as they are."""
+        ...
+
     def facts(self) -> dict[str, object]:
         """Fields of the `gateway.start` event."""
         ...
+
+
+class Rendering(NamedTuple):
+    """A renderer with the roots that it has rendered."""
+
+    renderer: Renderer
+    roots: RootCache
+
+
+MAX_VARIANTS = 8
+"""Renderers for different template options that are kept."""
 
 
 class TokenSource:
@@ -92,20 +124,26 @@ class TokenSource:
         self._renderer = renderer
         self._bound = ContextBound(renderer, engine)
         self._roots = RootCache(renderer, self._bound)
+        self._variants = lru_cache(MAX_VARIANTS)(self._variant)
 
     @property
     def tokenizer(self) -> DialectTokenizer:
         return self._renderer.tokenizer
 
     async def prompt(self, graph: TokenGraph, call: ModelCall, chains: Sequence[str]) -> Prompt:
-        return await make_prompt(graph, self._renderer, self._roots, self._bound, call, chains)
+        renderer, roots = await self._rendering(call)
+        prompt = await make_prompt(graph, renderer, roots, self._bound, call, chains)
+        return replace(prompt, messages=tuple(map(as_text, prompt.messages)), omitted=tuple(media_of(prompt.messages)))
 
     def length(self, prompt: Prompt) -> int:
         return len(prompt.ids)
 
+    def unmet(self, call: ModelCall) -> Sequence[str]:
+        return call.ignored
+
     def grammar(self, call: ModelCall, prompt: Prompt) -> CallGrammar:
         """See `ReplySource.grammar`. The schema of a tool that must be called binds if it can, that of a strict tool always."""
-        writer, tools = self._renderer.grammars, call.tools if call.reads_calls else ()
+        writer, tools = self._renderer.grammars, (*call.tools, *call.deferred) if call.reads_calls else ()
         unmet = ("tools.strict",) if call.strict and tools else ()
         if call.raw is not None:
             return CallGrammar()
@@ -135,13 +173,34 @@ class TokenSource:
         return [replace(asked, max_tokens=tokens, stop_ids=ends, seed=seed) for seed in seeds(call)]
 
     def reply(self, call: ModelCall, prompt: Prompt, sampling: Sampling, *, seed: str) -> SampledReply:
-        decoder = self._renderer.decoder() if call.raw is None else self._renderer.tokenizer.decoder()
-        return SampledReply(ReplyText(decoder, sampling.stop, self._parser(call, prompt), prompt.forced_prefix), seed=seed)
+        renderer = self._renderer
+
+        def text() -> ReplyText:
+            decoder = renderer.decoder() if call.raw is None else renderer.tokenizer.decoder()
+            return ReplyText(decoder, sampling.stop, self._parser(call, prompt), prompt.forced_prefix)
+
+        return SampledReply(text, seed=seed, prefill=call.prefill, one_call=call.one_call)
 
     def generate(
         self, call: ModelCall, prompt: Prompt, sampling: Sampling, *, rollout_id: str
     ) -> AsyncGenerator[SampledChunk, None]:
         return self.engine.generate(prompt.ids, sampling, rollout_id=rollout_id)
+
+    def call_text(self, prompt: Prompt, step: Step) -> str:
+        decoder, reasoning = self._renderer.decoder(), step.message.get("reasoning_content")
+        text = prompt.forced_prefix + decoder.push(step.completion_ids) + decoder.finish()
+        return (CLOSING_TAG.sub("", text.rpartition(reasoning)[2], count=1) if reasoning else text).strip()
+
+    def parse_calls(self, message: Message, tools: Sequence[Tool]) -> Message:
+        content = message.get("content")
+        if message["role"] != "assistant" or not isinstance(content, str) or not content:
+            return message
+        parser = self._renderer.parser(calls=True, eager=False, tools=tools, prompt=())
+        parsed = SampledReply(lambda: ReplyText(self._renderer.decoder(), (), parser), seed="")
+        parsed.issue([*parser.push(content), *parser.finish()])
+        if not parsed.calls:
+            return message
+        return {"tool_calls": parsed.message()["tool_calls"], **message, "content": parsed.message()["content"]}
 
     def facts(self) -> dict[str, object]:
         """What was verified of the chat template."""
@@ -152,7 +211,18 @@ class TokenSource:
         """Parses tool calls and reasoning; None for a prompt without a chat template."""
         if call.raw is not None:
             return None
-        return self._renderer.parser(calls=call.reads_calls, eager=call.stream, tools=call.tools, prompt=prompt.ids)
+        tools = (*call.tools, *call.deferred)
+        return self._renderer.parser(calls=call.reads_calls, eager=call.stream, tools=tools, prompt=prompt.ids)
+
+    async def _rendering(self, call: ModelCall) -> "Rendering":
+        """The renderer for the call's template options. The bridge of each is checked when it is first asked for."""
+        if not call.template_options:
+            return Rendering(self._renderer, self._roots)
+        return await asyncio.to_thread(self._variants, call.template_options)
+
+    def _variant(self, options: str) -> "Rendering":
+        renderer = Renderer(self._renderer.tokenizer, orjson.loads(options))
+        return Rendering(renderer, RootCache(renderer, self._bound))
 
 
 def _compilable(grammar: ReplyGrammar, field: str) -> ReplyGrammar:
@@ -187,31 +257,46 @@ class TextEndpointSource:
     def length(self, prompt: Prompt) -> int:
         raise no_tokens_error(self.engine.model, "its prompts cannot be counted here")
 
+    def unmet(self, call: ModelCall) -> Sequence[str]:
+        """Most is passed on; the endpoint's log-probabilities are not given back."""
+        neutral = Sampling()
+        lost = [name for name in self.engine.unknown_sampling if getattr(call.sampling, name) != getattr(neutral, name)]
+        return [*lost, *(["logprobs"] if call.logprobs else [])]
+
     def grammar(self, call: ModelCall, prompt: Prompt) -> CallGrammar:
         """The endpoint has its own."""
         return CallGrammar()
 
     def samplings(self, call: ModelCall, max_tokens: int, prompt: Prompt) -> list[Sampling]:
         asked = call.sampling
-        for name, wanted in (("logprobs", call.logprobs), ("return_token_ids", call.token_ids), ("stop_token_ids", asked.stop_ids)):
-            if wanted:
-                raise no_tokens_error(self.engine.model, f"leave {name} out", param=name)
+        if call.token_ids:
+            raise no_tokens_error(self.engine.model, "leave return_token_ids out", param="return_token_ids")
         return [replace(asked, max_tokens=min(asked.max_tokens, max_tokens), seed=seed) for seed in seeds(call)]
 
     def reply(self, call: ModelCall, prompt: Prompt, sampling: Sampling, *, seed: str) -> "TextEndpointReply":
-        return TextEndpointReply(seed=seed)
+        return TextEndpointReply(seed=seed, prefill=call.prefill)
 
     def generate(self, call: ModelCall, prompt: Prompt, sampling: Sampling, *, rollout_id: str) -> AsyncGenerator[TextChunk, None]:
+        begun: list[Message] = [{"role": "assistant", "content": call.prefill}] if call.prefill else []
         asked = TextRequest(
-            messages=call.messages,
+            messages=[*call.messages, *begun],
             sampling=sampling,
-            tools=call.tools,
+            tools=[*call.tools, *call.deferred],
             may_call=call.reads_calls,
             forced=call.forced,
+            one_call=call.one_call,
+            extra=call.extra,
+            dialect=call.dialect,
             strict=call.strict,
             format=call.format,
         )
         return self.engine.complete(asked, rollout_id=rollout_id)
+
+    def call_text(self, prompt: Prompt, step: Step) -> str:
+        return ""
+
+    def parse_calls(self, message: Message, tools: Sequence[Tool]) -> Message:
+        return message
 
     def facts(self) -> dict[str, object]:
         return {"relayed": True}
@@ -248,6 +333,8 @@ class TextEndpointReply(ReplyBuilder):
 
 class NoTokenizer:
     """See `DialectTokenizer`: for an endpoint whose tokens are not known."""
+
+    is_known = False
 
     def __init__(self, model: str) -> None:
         self._model = model

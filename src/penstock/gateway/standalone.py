@@ -101,6 +101,7 @@ async def open_gateway(
     sock: socket.socket,
     peers: Peers | None = None,
     is_open: bool = False,
+    sessions: bool = False,
     closed: Collection[Access] = (),
 ) -> AsyncGenerator[OpenGateway]:
     """Open pool, engine and gateway, without `closed` routes. A clean exit waits for answers under way, then closes all three."""
@@ -125,6 +126,7 @@ async def open_gateway(
             tracer=tracer,
             peers=peers,
             is_open=is_open,
+            sessions=sessions,
             closed=closed,
         )
         gateway.reward_function = reward_by_rule
@@ -161,11 +163,15 @@ def load_secret(folder: Path) -> bytes:
     return load_key(folder / SECRET, loss="give callers the new tokens")
 
 
-def write_tokens(folder: Path, secret: bytes) -> Path:
-    """Write the control token, the admin token and the secret to a file that only the owner can read; return its path."""
+def write_tokens(folder: Path, secret: bytes, *, sessions: bool = False) -> Path:
+    """Write the control token, the admin token and the secret to a file that only the owner can read; return its path.
+
+    With `sessions`, the session key too.
+    """
     tokens = GatewayTokens(secret)
-    content = orjson.dumps({"control": tokens.control, "admin": tokens.admin, "secret": secret.hex()})
-    return write_file(folder / TOKENS, content, private=True)
+    content = {"control": tokens.control, "admin": tokens.admin, "secret": secret.hex()}
+    content |= {"sessions": tokens.session_key} if sessions else {}
+    return write_file(folder / TOKENS, orjson.dumps(content), private=True)
 
 
 def _run_config(folder: Path, settings: Settings, model: ModelFiles) -> dict[str, Any]:

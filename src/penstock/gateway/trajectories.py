@@ -7,6 +7,7 @@ from typing import Any
 
 from penstock.errors import PoolError, PoolFailed, RequestError
 from penstock.gateway.auth import GatewayTokens
+from penstock.gateway.client_sessions import SESSION_PROMPT
 from penstock.gateway.session import (
     COMPLETED_BY_FLOW,
     RESERVED_PREFIX,
@@ -21,7 +22,7 @@ from penstock.gateway.session import (
     sampling_of,
 )
 from penstock.pool.base import AFTER_ALL, Pool
-from penstock.records import Attempt, End, Grade, Rollout, Task
+from penstock.records import ADHOC_CHANNEL, Attempt, End, Grade, Rollout, Task
 
 FLOW_SOURCE = "flow"
 """The source of grades that a flow gives."""
@@ -58,7 +59,8 @@ class Trajectories:
         except RequestError as error:
             if prompt_uid is None or error.code != "unknown_rollout":
                 raise
-        await self.register(rollout_id, Registration(prompt_uid=prompt_uid))
+        channel = ADHOC_CHANNEL if prompt_uid == SESSION_PROMPT else None
+        await self.register(rollout_id, Registration(prompt_uid=prompt_uid, channel=channel))
         return await self._sessions.get(rollout_id)
 
     async def register(self, rollout_id: str, registration: Registration) -> None:
@@ -159,10 +161,11 @@ def _difference(registration: Registration, attempt: Attempt, task: Task) -> str
         return None
     if registration.prompt_uid is not None and registration.prompt_uid != kept[_PROMPT]:
         return _PROMPT
-    own = {name: value for name, value in kept.items() if name != _PROMPT and not name.startswith(RESERVED_PREFIX)}
-    if (
-        registration.metadata is not None
-        and {name: value for name, value in registration.metadata.items() if name != _PROMPT} != own
-    ):
+    if registration.metadata is not None and _own_metadata(registration.metadata) != _own_metadata(kept):
         return "metadata"
     return "sampling" if registration.sampling is not None and dict(registration.sampling) != changed_sampling(task) else None
+
+
+def _own_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """What the caller set of it."""
+    return {name: value for name, value in metadata.items() if name != _PROMPT and not name.startswith(RESERVED_PREFIX)}

@@ -38,6 +38,7 @@ class WorkerConfig:
     workers: int
     number: int = 0
     is_open: bool = False
+    sessions: bool = False
 
     @property
     def shared_folder(self) -> Path:
@@ -46,7 +47,14 @@ class WorkerConfig:
 
 
 def make_worker_config(
-    settings: Settings, model: ModelFiles, *, folder: Path, port: int, workers: int, is_open: bool = False
+    settings: Settings,
+    model: ModelFiles,
+    *,
+    folder: Path,
+    port: int,
+    workers: int,
+    is_open: bool = False,
+    sessions: bool = False,
 ) -> WorkerConfig:
     """The config of all workers; each gets its own `number`."""
     return WorkerConfig(
@@ -58,6 +66,7 @@ def make_worker_config(
         port=port,
         workers=workers,
         is_open=is_open,
+        sessions=sessions,
     )
 
 
@@ -143,7 +152,14 @@ async def run_worker(config: WorkerConfig, parent_pipe: asyncio.StreamReader) ->
     model = ModelFiles(name=config.model, path=Path(config.model_folder))
     sock = bind(config.host, config.port, shared=True)
     opening = open_gateway(
-        settings, model, folder=folder, secret=load_secret(folder), sock=sock, peers=peers, is_open=config.is_open
+        settings,
+        model,
+        folder=folder,
+        secret=load_secret(folder),
+        sock=sock,
+        peers=peers,
+        is_open=config.is_open,
+        sessions=config.sessions,
     )
     async with opening as opened:
         write_answer(event="ready")

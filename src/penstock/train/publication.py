@@ -5,6 +5,8 @@ followed by a folder, written while training goes on: a server that restarts rea
 """
 
 import asyncio
+import glob
+import secrets
 import shutil
 import socket
 import time
@@ -145,13 +147,14 @@ class ServerPublisher:
 async def publication_ways(config: RunConfig, engine: VllmEngine, decoder: Decoder, folder: RunFolder) -> list[PublicationWay]:
     """The ways that both ends can take, the quickest first; a way that `engine.weights` names comes first, and the folder last."""
     wanted: str = getattr(config.engine, "weights", "auto")
-    disk, memory = folder.path / "served", SHARED_MEMORY / f"penstock-{folder.id or folder.path.name}"
+    disk, memory = folder.path / "served", memory_folder(folder.id or folder.path.name)
     backend = await engine.transfer_backend() if wanted in ("auto", "ipc", "nccl") else ""
     local = all(is_local(server.url) for server in engine.client.fleet.servers)
     size = sum(weight.numel() * weight.element_size() for weight in decoder.parameters())
     ways = [PublicationWay("a folder on disk", disk)]
     if local and wanted != "folder" and has_room(SHARED_MEMORY, (PUBLISHED_KEPT + 1) * size):
         ways.insert(0, PublicationWay("a folder in shared memory", memory))
+        engine.remove_if_killed(memory)
     if decoder.device.type == "cuda" and backend == "ipc" and local:
         ways.insert(0, PublicationWay("CUDA IPC", ways[0].folder, IpcSender(decoder)))
     if decoder.device.type == "cuda" and backend == "nccl" and NcclSender.is_installed():
@@ -160,6 +163,13 @@ async def publication_ways(config: RunConfig, engine: VllmEngine, decoder: Decod
     if has and has not in [way.name for way in ways]:
         raise ConfigError(f"engine.weights = {wanted!r} cannot be used here: {NEEDS[wanted]}; leave it at 'auto'")
     return ways
+
+
+def memory_folder(run: str) -> Path:
+    """A folder in shared memory, of this process alone; those of earlier ones of the same run are removed."""
+    for left in SHARED_MEMORY.glob(f"penstock-{glob.escape(run)}-*"):
+        shutil.rmtree(left, ignore_errors=True)
+    return SHARED_MEMORY / f"penstock-{run}-{secrets.token_hex(4)}"
 
 
 def is_local(url: str) -> bool:

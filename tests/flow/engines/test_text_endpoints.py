@@ -7,8 +7,8 @@ from itertools import product
 import pytest
 from anthropic import AsyncAnthropic
 from gateway_cases import TOOL, USER, renderer
-from openai import AsyncOpenAI, BadRequestError
-from text_endpoint_cases import Both, gateway_before
+from openai import AsyncOpenAI
+from text_endpoint_cases import KEY, Both, Endpoint, gateway_before, gateway_to
 
 from penstock.testing import ScriptedEngine, ScriptedReply
 from penstock.train.sequences import exactness, read_graph, why_untrainable
@@ -154,8 +154,7 @@ def test_sampling_and_several_choices_reach_the_endpoint(monkeypatch):
 @pytest.mark.parametrize(
     ("path", "body", "said"),
     [
-        ("/v1/chat/completions", {"messages": [USER], "logprobs": True}, "leave logprobs out"),
-        ("/v1/chat/completions", {"messages": [USER], "stop_token_ids": [3]}, "leave stop_token_ids out"),
+        ("/v1/chat/completions", {"messages": [USER], "return_token_ids": True}, "leave return_token_ids out"),
         ("/v1/completions", {"prompt": "6 times 7"}, "use /v1/chat/completions"),
         ("/generate", {"messages": [USER]}, "use /v1/chat/completions"),
         ("/v1/messages/count_tokens", {"messages": [USER]}, "cannot be counted"),
@@ -173,11 +172,72 @@ def test_what_needs_tokens_is_refused_plainly(path, body, said, monkeypatch):
     asyncio.run(work())
 
 
-def test_what_an_anthropic_endpoint_has_no_word_for_is_refused(monkeypatch):
+def test_what_an_anthropic_endpoint_has_no_word_for_is_counted(monkeypatch):
     async def work() -> None:
-        async with gateway_before("anthropic", scripted(), renderer(), monkeypatch.setenv) as both:
+        async with gateway_before("anthropic", scripted("42."), renderer(), monkeypatch.setenv) as both:
             client = both.bench.openai(both.session)
-            with pytest.raises(BadRequestError, match="seed: an Anthropic endpoint has no such setting"):
-                await client.chat.completions.create(model="any", messages=[USER], seed=1)
+            await client.chat.completions.create(model="any", messages=[USER], seed=1)
+            assert both.bench.gateway.counts == {"ignored:seed": 1}
+
+    asyncio.run(work())
+
+
+PASSED_ON = {
+    "/v1/chat/completions": {
+        "reasoning_effort": "low",
+        "frequency_penalty": 0.5,
+        "logit_bias": {"7": 3},
+        "top_logprobs": 2,
+        "logprobs": True,
+        "user": "ann",
+        "stop_token_ids": [3],
+        "prediction": {"type": "content", "content": "4"},
+        "wild_idea": {"a": [1]},
+        "modalities": ["text", "audio"],
+    },
+    "/v1/responses": {
+        "reasoning": {"effort": "low"},
+        "text": {"verbosity": "low"},
+        "presence_penalty": 0.5,
+        "wild_idea": 1,
+        "user": "ann",
+    },
+    "/v1/messages": {"output_config": {"effort": "low"}, "metadata": {"user_id": "ann"}},
+}
+ARRIVED = {
+    "/v1/chat/completions": PASSED_ON["/v1/chat/completions"],
+    "/v1/responses": {"reasoning_effort": "low", "verbosity": "low", "presence_penalty": 0.5, "wild_idea": 1, "user": "ann"},
+    "/v1/messages": {"reasoning_effort": "low", "user": "ann"},
+}
+
+
+@pytest.mark.parametrize("path", PASSED_ON)
+def test_what_an_endpoint_might_do_reaches_it_and_nothing_is_refused(path, monkeypatch):
+    async def work() -> None:
+        monkeypatch.setenv(KEY, "k" * 20)
+        async with Endpoint() as far, gateway_to(far) as bench:
+            session = await bench.rollout()
+            said = {"input": "6 times 7?"} if path == "/v1/responses" else {"messages": [USER]}
+            limit = {"max_tokens": 9} if path == "/v1/messages" else {}
+            answer = await bench.http(session.token).post(path, json={"model": "any", **said, **limit, **PASSED_ON[path]})
+            assert answer.status_code == 200, answer.text
+            [sent] = far.requests
+            assert {name: sent[name] for name in ARRIVED[path]} == ARRIVED[path]
+            assert set(bench.gateway.counts) <= {"ignored:logprobs"}
+
+    asyncio.run(work())
+
+
+def test_pictures_pass_through_and_are_recorded_by_their_digest(monkeypatch):
+    async def work() -> None:
+        monkeypatch.setenv(KEY, "k" * 20)
+        async with Endpoint() as far, gateway_to(far) as bench:
+            session = await bench.rollout()
+            url = f"data:image/png;base64,{'A' * 5000}"
+            said = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
+            await bench.openai(session).chat.completions.create(model="any", messages=said)
+            assert far.requests[0]["messages"] == said and not bench.gateway.counts
+            [node] = (await bench.pool.attempt(session.rollout_id)).nodes
+            assert node.messages[0]["content"][0]["image_url"]["url"].startswith("sha256:")
 
     asyncio.run(work())

@@ -162,3 +162,14 @@ async def all_chunks(endpoint: TextEndpoint, **asked: Any) -> list[TextChunk]:
         return [chunk async for chunk in endpoint.complete(request)]
     finally:
         await endpoint.close()
+
+
+@asynccontextmanager
+async def gateway_to(far: Endpoint) -> AsyncGenerator[GatewayFixture]:
+    """An agent's gateway in front of a server of the OpenAI kind."""
+    endpoint = open_endpoint("openai", far.url)
+    try:
+        async with workbench(endpoint, None) as bench:
+            yield bench
+    finally:
+        await endpoint.close()

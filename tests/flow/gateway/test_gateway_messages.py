@@ -284,7 +284,7 @@ def test_a_retry_gets_the_same_bytes(stream):
 def test_refusals_are_the_sdks_own_errors():
     async def steps(client, engine, bench, session):
         with pytest.raises(anthropic.BadRequestError) as caught:
-            await ask(client, {"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "x"}}]})
+            await ask(client, {"role": "user", "content": [{"type": "image", "source": {"type": "cloud"}}]})
         assert (caught.value.type, caught.value.error_code) == ("invalid_request_error", "invalid_value")
         assert "messages[0].content[0]" in caught.value.api_message
         with pytest.raises(anthropic.AuthenticationError) as denied:

@@ -136,6 +136,14 @@ def test_the_folder_in_shared_memory_is_taken_on_this_machine_and_told(tmp_path:
     assert not list(publication.SHARED_MEMORY.glob("penstock-*tiny*"))
 
 
+def test_what_a_killed_process_of_the_run_left_in_memory_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(publication, "SHARED_MEMORY", tmp_path)
+    left, other = publication.memory_folder("a[1]"), publication.memory_folder("a[1]b")
+    (left / "000001").mkdir(parents=True)
+    other.mkdir()
+    assert publication.memory_folder("a[1]") != left and list(tmp_path.iterdir()) == [other]
+
+
 def test_a_way_that_fails_is_told_and_the_next_one_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(publication, "SHARED_MEMORY", tmp_path / "memory")
     (tmp_path / "memory").mkdir()

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -83,9 +84,23 @@ def test_anthropic_is_asked_in_turns_with_results_before_the_next_question():
 
 
 @pytest.mark.parametrize("sampling", [Sampling(seed=1), Sampling(min_p=0.1)])
-def test_what_anthropic_has_no_word_for_is_refused(sampling):
-    with pytest.raises(RequestError, match="an Anthropic endpoint has no such setting"):
-        anthropic().body(asked(sampling=sampling))
+def test_what_anthropic_has_no_word_for_is_left_out(sampling):
+    assert anthropic().body(asked(sampling=sampling)) == anthropic().body(asked(sampling=Sampling()))
+
+
+def test_pictures_and_documents_reach_anthropic_in_its_own_form():
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    paper = {"type": "file", "file": {"file_data": "data:application/pdf;base64,BBBB"}}
+    said = [{"role": "user", "content": [{"type": "text", "text": "Look:"}, picture, paper]}]
+    blocks = anthropic().body(TextRequest(messages=said, sampling=Sampling()))["messages"][0]["content"]
+    assert [block["type"] for block in blocks] == ["text", "image", "document"]
+    assert blocks[1]["source"] == {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+
+
+def test_one_call_at_a_time_is_asked_of_both_kinds_of_endpoint():
+    one = replace(asked(), one_call=True)
+    assert anthropic().body(one)["tool_choice"]["disable_parallel_tool_use"] is True
+    assert openai().body(one)["parallel_tool_calls"] is False
 
 
 @pytest.mark.parametrize(

@@ -141,8 +141,9 @@ def test_what_cannot_be_done_is_counted_by_name():
         service_tier="auto",
     )
     counted = ("context_management", "mcp_servers", "output_config.effort", "thinking")
+    assert call.ignored == (*counted, "wombat")
+    assert call.one_call
     assert call.strict == {TOOL["name"]}
-    assert call.ignored == (*counted, "tool_choice.disable_parallel_tool_use", "wombat")
 
 
 def test_thinking_switched_off_asks_for_nothing():
@@ -158,14 +159,14 @@ def test_redacted_thinking_is_left_out_and_counted():
 @pytest.mark.parametrize(
     ("turn", "param"),
     [
-        ({"role": "user", "content": [text("a"), block("image", source={})]}, "messages[1].content[1]"),
-        ({"role": "user", "content": [block("document", source={})]}, "messages[1].content[0]"),
+        ({"role": "user", "content": [text("a"), block("image", source={})]}, "messages[1].content[1].source"),
+        ({"role": "user", "content": [block("document", source={})]}, "messages[1].content[0].source"),
         (
             {"role": "user", "content": [block("tool_result", tool_use_id="a", content=[text("a"), block("image")])]},
-            "messages[1].content[0].content[1]",
+            "messages[1].content[0].content[1].source",
         ),
         ({"role": "user", "content": [block("tool_result", content="a")]}, "messages[1].content[0].tool_use_id"),
-        ({"role": "assistant", "content": [block("server_tool_use", id="a")]}, "messages[1].content[0]"),
+        ({"role": "assistant", "content": [block("wombat", id="a")]}, "messages[1].content[0]"),
         ({"role": "assistant", "content": [block("tool_use", id="a", input={})]}, "messages[1].content[0].name"),
         ({"role": "tool", "content": "a"}, "messages[1].role"),
         ({"role": "user", "content": [text(3)]}, "messages[1].content[0].text"),
@@ -184,7 +185,7 @@ def test_a_block_that_cannot_be_read_is_refused_by_its_place(turn, param):
     [
         ({"messages": []}, "messages"),
         ({"messages": "hi"}, "messages"),
-        ({"system": [block("image")]}, "system[0]"),
+        ({"system": [block("image")]}, "system[0].source"),
         ({"tools": [{"name": "x"}]}, "tools[0]"),
         ({"tools": [3]}, "tools[0]"),
         ({"tools": {}}, "tools"),
@@ -196,7 +197,7 @@ def test_a_block_that_cannot_be_read_is_refused_by_its_place(turn, param):
         ({"output_format": {"type": "json_schema", "schema": 3}}, "output_format.schema"),
         ({"compaction": {"type": "summarize"}}, "compaction"),
         ({"n": 2}, "n"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"frequency_penalty": "much"}, "frequency_penalty"),
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"thread": {"type": "fork"}}, "thread"),
     ],
@@ -205,10 +206,15 @@ def test_a_field_that_cannot_be_used_is_refused_by_name(body, param):
     assert refused(USER, **body).param == param
 
 
-def test_a_reply_that_is_begun_is_refused_but_may_be_counted():
+def test_a_reply_that_is_begun_is_gone_on_with():
     begun = {"role": "assistant", "content": "It is"}
-    assert refused(USER, begun).code == "unsupported_parameter"
+    call = parse(USER, begun)
+    assert (call.prefill, call.messages) == ("It is", (USER,))
     assert parse(USER, begun, max_tokens=None).messages[-1] == begun
+    assert refused(begun).param == "messages"
+    assert refused(USER, {"role": "assistant", "content": [block("tool_use", id="a", name="f", input={})]}).param == "messages"
+    form = {"format": {"type": "json_schema", "schema": {}}}
+    assert refused(USER, begun, output_config=form)
 
 
 def test_input_nested_too_deep_is_refused():

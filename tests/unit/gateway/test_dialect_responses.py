@@ -80,8 +80,9 @@ WRONG = [
     ({"input": 5}, "input"),
     ({"input": [5]}, "input[0]"),
     ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
-    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0]"),
-    ({"input": [USER, {"type": "compaction", "encrypted_content": "x"}]}, "input[1]"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": {}}]}]}, "input[0].content[0].image_url"),
+    ({"input": [{"role": "user", "content": [{"type": "picture"}]}]}, "input[0].content[0]"),
+    ({"input": [USER, {"type": "wombat", "encrypted_content": "x"}]}, "input[1]"),
     ({"input": [USER, {"type": "item_reference", "id": "msg_1"}]}, "input[1]"),
     ({"input": [{"id": "fc_0123-0_9"}]}, "input[0]"),
     ({"input": [{"type": "function_call", "name": "f", "arguments": {}}]}, "input[0].arguments"),
@@ -97,7 +98,7 @@ WRONG = [
     ({"text": {"format": {"type": "lark"}}}, "text.format"),
     ({"text": "plain"}, "text"),
     ({"include": "everything"}, "include"),
-    ({"top_logprobs": 3}, "top_logprobs"),
+    ({"top_logprobs": "many"}, "top_logprobs"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
     ({"tools": {"type": "function"}}, "tools"),
     ({"tools": ["multiply"]}, "tools[0].type"),
@@ -133,7 +134,7 @@ def test_what_is_not_done_is_listed():
     call = ask(**asked)
     assert set(call.ignored) == {
         *("reasoning.effort", "reasoning.summary", "include:reasoning.encrypted_content", "text.verbosity", "truncation"),
-        *("parallel_tool_calls", "tool:web_search", "tools.format", "personality"),
+        *("tool:web_search", "tools.format", "personality"),
     }
     assert call.logprobs
     assert call.strict == {FUNCTION["name"]}

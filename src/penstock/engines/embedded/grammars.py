@@ -77,7 +77,7 @@ class GrammarCompiler:
         try:
             import llguidance
         except ImportError as cause:
-            raise EngineError("constrained replies need llguidance; run: pip install 'penstock[local]'") from cause
+            raise EngineError("constrained replies need llguidance; run: pip install llguidance") from cause
         if not ends:
             raise EngineError("the model has no token that ends a reply, so its replies cannot be constrained")
         try:

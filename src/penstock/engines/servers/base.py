@@ -410,6 +410,10 @@ class RemoteEngine(ABC):
             return False
         return True
 
+    def remove_if_killed(self, folder: Path) -> None:
+        """Have a folder of published weights removed if this process dies."""
+        self._paused_servers.remove_if_killed(folder)
+
     async def close(self) -> None:
         await self.client.close()
         await self._paused_servers.close()

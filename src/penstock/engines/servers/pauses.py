@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import select
+import shutil
 import signal
 import threading
 import time
@@ -123,12 +124,18 @@ class PausedServers:
         if not self._locks:
             await asyncio.to_thread(os.waitpid, child, 0)
 
+    def remove_if_killed(self, folder: Path) -> None:
+        """Have a folder removed if this process dies, after the servers that may read it were brought back."""
+        self._send({"remove": str(folder)})
+
     def _tell(self, url: str, steps: RecoverySteps) -> None:
+        self._send({"url": url, "key": self._key, "steps": steps, "folder": str(self._folder)})
+
+    def _send(self, note: dict[str, Any]) -> None:
         if self._pipe is None:
             reading, self._pipe = os.pipe()
             self._child = spawn_detached(module_command(__name__), log=Path(os.devnull), stdin=reading)
             os.close(reading)
-        note = {"url": url, "key": self._key, "steps": steps, "folder": str(self._folder)}
         os.write(self._pipe, json.dumps(note).encode() + b"\n")
 
 
@@ -192,8 +199,12 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # they may be meant for the whole group, and this is needed then
     paused: dict[str, tuple[Recovery, Path]] = {}
+    removed: list[str] = []
     for line in _lines_of_parent():
         note = json.loads(line)
+        if "remove" in note:
+            removed.append(note["remove"])
+            continue
         paused.pop(note["url"], None)
         if note["steps"]:
             recovery = Recovery(note["url"], _parse_steps(note["steps"]), note["key"])
@@ -201,6 +212,10 @@ def main() -> None:
     threads = [threading.Thread(target=_bring_back, args=each) for each in paused.values()]
     for thread in threads:
         thread.start()
+    for thread in threads:
+        thread.join()
+    for folder in removed:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _lines_of_parent() -> Any:

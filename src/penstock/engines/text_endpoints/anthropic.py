@@ -8,7 +8,6 @@ import orjson
 
 from penstock.engines.text_endpoints.base import TextReplyReader, TextRequest
 from penstock.engines.text_endpoints.http import HttpTextEndpoint, TextEndpointSection
-from penstock.errors import RequestError
 from penstock.records import NO_LIMIT, Message, Sampling
 
 API_VERSION = "2023-06-01"
@@ -28,6 +27,7 @@ class AnthropicSection(TextEndpointSection):
 
 class AnthropicEndpoint(HttpTextEndpoint):
     path = "/messages"
+    unknown_sampling = ("min_p", "seed")
 
     @classmethod
     def headers(cls, key: str) -> Mapping[str, str]:
@@ -38,13 +38,22 @@ class AnthropicEndpoint(HttpTextEndpoint):
         return f"{section.address.removesuffix('/v1')}/v1"
 
     def body(self, request: TextRequest) -> dict[str, Any]:
-        body = {"model": self.model, "stream": True, **_conversation(request.messages), **_sampling_fields(request.sampling)}
+        body: dict[str, Any] = {
+            "model": self.model,
+            "stream": True,
+            **_conversation(request.messages),
+            **_sampling_fields(request.sampling),
+        }
         if request.tools:
             tools = [_tool(tool["function"], strict=tool["function"]["name"] in request.strict) for tool in request.tools]
             body |= {"tools": tools, "tool_choice": _tool_choice(request)}
         if request.format is not None:
             body["output_config"] = {"format": {"type": "json_schema", "schema": request.format.schema or {"type": "object"}}}
-        return body
+        if request.dialect == "messages":
+            return body | dict(request.extra)
+        named = _from_chat(request.extra)
+        output: dict[str, Any] = {**body.get("output_config", {}), **named.pop("output_config", {})}
+        return body | named | ({"output_config": output} if output else {})
 
     def reader(self) -> "AnthropicReader":
         return AnthropicReader()
@@ -58,10 +67,6 @@ def open_engine(
 
 def _sampling_fields(sampling: Sampling) -> dict[str, Any]:
     neutral = Sampling()
-    for name in ("min_p", "seed"):
-        if getattr(sampling, name) != getattr(neutral, name):
-            text = f"{name}: an Anthropic endpoint has no such setting; leave it out"
-            raise RequestError(text, code="unsupported_parameter", param=name)
     values = {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k")}
     fields: dict[str, Any] = {name: value for name, value in values.items() if value != getattr(neutral, name)}
     if sampling.stop:
@@ -83,19 +88,52 @@ def _conversation(messages: Sequence[Message]) -> dict[str, Any]:
             turns[-1]["content"] += blocks
         elif blocks:
             turns.append({"role": role, "content": blocks})
-    system = "\n\n".join(text for message in messages[:head] if (text := message.get("content") or ""))
+    system = "\n\n".join(text for message in messages[:head] if (text := _text(message)))
     return {"messages": turns} | ({"system": system} if system else {})
 
 
 def _blocks(message: Message) -> list[dict[str, Any]]:
     """The content blocks of a message. The API refuses empty text blocks, so none is made."""
-    text = message.get("content") or ""
+    content = message.get("content") or ""
+    given = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    blocks = [_block(part) for part in given if "text" not in part or part["text"].strip()]
     if message["role"] == "tool":
-        return [{"type": "tool_result", "tool_use_id": message.get("tool_call_id") or "", "content": text}]
-    blocks: list[dict[str, Any]] = [{"type": "text", "text": text}] if text.strip() else []
+        result = content if isinstance(content, str) else blocks
+        return [{"type": "tool_result", "tool_use_id": message.get("tool_call_id") or "", "content": result}]
     for call in message.get("tool_calls") or ():
         blocks.append({"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": _input(call["function"])})
     return blocks
+
+
+def _block(part: dict[str, Any]) -> dict[str, Any]:
+    """A content part as a block. A part that the API does not know becomes a text that says so."""
+    match part["type"]:
+        case "text":
+            return part
+        case "image_url":
+            return {"type": "image", "source": _source(part["image_url"]["url"])}
+        case "file" if part["file"].get("file_data"):
+            return {"type": "document", "source": _source(part["file"]["file_data"])}
+        case kind:
+            return {"type": "text", "text": f"[{kind} omitted: the endpoint does not take it]"}
+
+
+def _source(url: str) -> dict[str, Any]:
+    head, comma, data = url.partition(";base64,")
+    if comma and head.startswith("data:"):
+        return {"type": "base64", "media_type": head.removeprefix("data:"), "data": data}
+    return {"type": "file", "file_id": url.removeprefix("file:")} if url.startswith("file:") else {"type": "url", "url": url}
+
+
+def _text(message: Message) -> str:
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "\n".join(_block(part).get("text", "") for part in content)
+
+
+def _from_chat(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of the Chat API under the names of this one. The API refuses unknown fields, so the others are left out."""
+    effort, user = extra.get("reasoning_effort"), extra.get("user")
+    return ({"output_config": {"effort": effort}} if effort else {}) | ({"metadata": {"user_id": user}} if user else {})
 
 
 def _input(function: dict[str, Any]) -> dict[str, Any]:
@@ -120,9 +158,12 @@ def _tool(function: dict[str, Any], *, strict: bool = False) -> dict[str, Any]:
 
 
 def _tool_choice(request: TextRequest) -> dict[str, Any]:
+    one = {"disable_parallel_tool_use": True} if request.one_call else {}
     if request.forced:
-        return {"type": "tool", "name": request.forced}
-    return {"type": "any" if request.forced is not None else "auto" if request.may_call else "none"}
+        return {"type": "tool", "name": request.forced, **one}
+    if request.forced is None and not request.may_call:
+        return {"type": "none"}
+    return {"type": "auto" if request.forced is None else "any", **one}
 
 
 class AnthropicReader(TextReplyReader):

@@ -1,10 +1,10 @@
 """Text endpoints: messages and tools in; text, tool calls and token counts out, streamed."""
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import orjson
 
@@ -41,6 +41,12 @@ class TextRequest:
     """Whether the reply may call a tool."""
     forced: str | None = None
     """The tool that the reply must call; empty for any tool; None if none is forced."""
+    one_call: bool = False
+    """Whether the reply may make one tool call at most."""
+    extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Further fields of the caller's request, in the form of `dialect`."""
+    dialect: str = "chat"
+    """`chat` or `messages`."""
     strict: frozenset[str] = frozenset()
     """The tools whose calls must follow their schemas."""
     format: ReplyFormat | None = None
@@ -82,6 +88,9 @@ class TextChunk(NamedTuple):
 
 class TextEndpoint(ABC):
     """An engine without tokens or weights: the methods of `Engine` that need them raise EngineError."""
+
+    unknown_sampling: ClassVar[tuple[str, ...]] = ()
+    """Fields of `Sampling` that the API has no name for; they are left out."""
 
     def __init__(self, name: str) -> None:
         self._name = name

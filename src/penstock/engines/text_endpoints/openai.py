@@ -68,9 +68,19 @@ def chat_request(request: TextRequest, *, limit: str) -> dict[str, Any]:
     if request.tools:
         body["tools"] = [_tool(tool, request.strict) for tool in request.tools]
         body["tool_choice"] = _tool_choice(request)
+        body |= {"parallel_tool_calls": False} if request.one_call else {}
     if request.format is not None:
         body["response_format"] = _response_format(request.format)
-    return body
+    return body | (dict(request.extra) if request.dialect == "chat" else _from_messages(request.extra))
+
+
+def _from_messages(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of the Messages API under the names of this one."""
+    output, metadata = extra.get("output_config"), extra.get("metadata")
+    effort: Any = output.get("effort") if output else None
+    user: Any = metadata.get("user_id") if metadata else None
+    named: dict[str, Any] = {"reasoning_effort": effort, "user": user}
+    return {name: value for name, value in named.items() if value}
 
 
 def _tool(tool: dict[str, Any], strict: frozenset[str]) -> dict[str, Any]:

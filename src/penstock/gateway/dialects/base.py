@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 from penstock.errors import RequestError
 from penstock.gateway.call import ConversationHistory, ModelCall, Prompt
 from penstock.gateway.reply import Delta
-from penstock.records import Sampling, Step, Usage
+from penstock.records import Message, Sampling, Step, Usage
 
 
 @dataclass(slots=True)
@@ -24,6 +24,11 @@ class ModelAnswer:
     steps: list[Step] = field(default_factory=list[Step])
     """All choices, once they are durable."""
 
+    def visible(self, message: Message) -> Message:
+        """A reply without the beginning that the caller gave."""
+        begun = self.call.prefill
+        return message if not begun else {**message, "content": (message["content"] or "").removeprefix(begun)}
+
     def usage(self, steps: Sequence[Step]) -> Usage:
         """Token counts: our own, or an endpoint's reports, which count the prompt once for each choice."""
         reported = [step.usage.prompt_tokens for step in steps if step.usage is not None]
@@ -33,6 +38,11 @@ class ModelAnswer:
 
 class DialectTokenizer(Protocol):
     """What a dialect needs of a tokenizer."""
+
+    @property
+    def is_known(self) -> bool:
+        """False for an endpoint, whose tokens are not known and which may do what an engine of ours cannot."""
+        ...
 
     def token_bytes(self, token_id: int) -> bytes: ...
 

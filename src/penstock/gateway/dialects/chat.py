@@ -5,46 +5,39 @@ from typing import Any
 
 import orjson
 
-from penstock.chat.parsers.base import Reasoning
+from penstock.chat.parsers.base import Reasoning, Text
+from penstock.chat.templates import flatten
 from penstock.errors import RequestError
 from penstock.gateway.call import ConversationHistory, ModelCall
 from penstock.gateway.dialects import fields
 from penstock.gateway.dialects.base import DialectTokenizer, ModelAnswer, UnsentTokens
-from penstock.gateway.dialects.fields import SAMPLING_FIELDS, read_sampling, refuse_unsupported
+from penstock.gateway.dialects.fields import HARMLESS, SAMPLING_FIELDS, check_harmless, read_sampling, refuse_unsupported
 from penstock.gateway.reply import CallDelta, Delta, sse_data, tool_call
-from penstock.records import Sampling, Step
+from penstock.records import Message, Sampling, Step
 
 HONOURED = frozenset(
     {"model", "messages", "tools", "tool_choice", "n", "stream", "stream_options", "logprobs", "return_token_ids"}
-    | {"max_tokens", "max_completion_tokens", "response_format"}
+    | {"max_tokens", "max_completion_tokens", "parallel_tool_calls", "chat_template_kwargs", "continue_final_message"}
+    | {"response_format"}
     | SAMPLING_FIELDS
 )
 LABELS = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"})
 """Fields that do not affect sampling; ignored without a notice."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
     "logit_bias": ({},),
-    "top_logprobs": (0,),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True,),
     "ignore_eos": (False,),
     "min_tokens": (0,),
     "skip_special_tokens": (True,),
     "include_stop_str_in_output": (False,),
     "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "chat_template_kwargs": ({},),
     "best_of": (1,),
     "use_beam_search": (False,),
     "echo": (False,),
     "audio": (),
     "functions": (),
     "function_call": ("none",),
-    "prediction": (),
-    "web_search_options": (),
     "chat_template": (),
     "documents": (),
     "structured_outputs": (),
@@ -54,6 +47,13 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "guided_grammar": (),
 }
 """Fields that are not supported, with the values that have no effect and are accepted."""
+
+
+CARRIED = frozenset(
+    {"model", "messages", "tools", "tool_choice", "n", "stream", "stream_options", "return_token_ids", "response_format"}
+    | {"max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "seed"}
+)
+"""Fields that reach an endpoint in another form; all others are passed on as they are."""
 
 
 class ChatDialect:
@@ -66,20 +66,27 @@ class ChatDialect:
 
     def parse(self, body: dict[str, Any], defaults: Sampling, history: ConversationHistory) -> ModelCall:
         others = body.keys() - HONOURED
-        if others:
-            refuse_unsupported(body, NEUTRAL)
+        continues = fields.flag(body, "continue_final_message")
+        if others and self._tokenizer.is_known:
+            refuse_unsupported({**body, "add_generation_prompt": None} if continues else body, NEUTRAL)
         tools = fields.tools(body.get("tools"), history.last_request)
         options = fields.as_object(body.get("stream_options") or {})
         if options is None:
             raise fields.invalid("stream_options", "must be an object")
         model = body.get("model", "")
+        messages = fields.messages(body.get("messages"), history.last_request)
+        prefill = _prefill(messages, body) if continues else ""
         limit = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
         return ModelCall(
             model=model if isinstance(model, str) else "",
-            messages=fields.messages(body.get("messages"), history.last_request),
+            messages=messages[:-1] if continues else messages,
+            prefill=prefill,
             sampling=read_sampling(body, defaults, limit),
             tools=tools,
             reads_calls=bool(tools) and body.get("tool_choice") != "none",
+            one_call=body.get("parallel_tool_calls") is not None and not fields.flag(body, "parallel_tool_calls"),
+            template_options=fields.template_options(body.get("chat_template_kwargs"), "chat_template_kwargs"),
+            extra={name: body[name] for name in body.keys() - CARRIED},
             forced=fields.forced_tool(body.get("tool_choice"), tools),
             strict=fields.strict_tools(tools),
             format=fields.reply_format(body.get("response_format"), "response_format"),
@@ -88,7 +95,11 @@ class ChatDialect:
             usage_in_stream=fields.flag(options, "include_usage"),
             logprobs=fields.flag(body, "logprobs"),
             token_ids=fields.flag(body, "return_token_ids"),
-            ignored=tuple(sorted(others - LABELS - NEUTRAL.keys())) if others else (),
+            ignored=(
+                *(sorted(others - LABELS - NEUTRAL.keys() - HARMLESS.keys()) if others else ()),
+                *(check_harmless(body) if others else ()),
+                *fields.unmet_tool_choice(body.get("tool_choice")),
+            ),
         )
 
     def json_body(self, answer: ModelAnswer) -> bytes:
@@ -111,7 +122,8 @@ class ChatDialect:
         return sse_data(error_body(error))
 
     def _choice(self, answer: ModelAnswer, index: int, step: Step) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": index, "message": step.message, "finish_reason": _finish(step), "logprobs": None}
+        message = answer.visible(step.message)
+        choice: dict[str, Any] = {"index": index, "message": message, "finish_reason": _finish(step), "logprobs": None}
         if answer.call.logprobs:
             choice["logprobs"] = logprobs(self._tokenizer, step.completion_ids, step.full_logprobs or step.logprobs)
         if answer.call.token_ids:
@@ -124,6 +136,8 @@ class ChatEvents:
         self._answer = answer
         self._tokenizer = tokenizer
         self._head = _head(answer, "chat.completion.chunk")
+        self._texts = [""] * answer.call.choices
+        """By choice, the content sent so far."""
 
     def start(self) -> bytes:
         choices = [_entry(choice, {"role": "assistant", "content": ""}) for choice in range(self._answer.call.choices)]
@@ -134,6 +148,8 @@ class ChatEvents:
 
     def delta(self, choice: int, deltas: list[Delta], unsent: UnsentTokens) -> bytes:
         changes: list[dict[str, Any]] = [_change(delta) for delta in deltas]
+        if self._answer.call.keeps_call_text:
+            self._texts[choice] += "".join(delta.text for delta in deltas if isinstance(delta, Text))
         if not changes and unsent.ids and (self._answer.call.token_ids or self._answer.call.logprobs):
             changes = [{}]  # tokens without visible text must still be sent
         parts = [self._event(choice, change) for change in changes[:-1]]
@@ -142,7 +158,9 @@ class ChatEvents:
         return b"".join(parts)
 
     def finish_choice(self, choice: int, step: Step, unsent: UnsentTokens) -> bytes:
-        return self._event(choice, {}, finish=_finish(step), unsent=unsent)
+        content = step.message["content"] if self._answer.call.keeps_call_text and step.message.get("tool_calls") else None
+        rest = {"content": content.removeprefix(self._texts[choice])} if content else {}
+        return self._event(choice, rest, finish=_finish(step), unsent=unsent)
 
     def finish(self, steps: list[Step]) -> bytes:
         usage = b""
@@ -157,6 +175,16 @@ class ChatEvents:
         if unsent and self._answer.call.token_ids:
             entry["token_ids"] = unsent.ids
         return sse_data(self._head | {"choices": [entry]})
+
+
+def _prefill(messages: Sequence[Message], body: dict[str, Any]) -> str:
+    last = messages[-1]
+    if last["role"] != "assistant" or last.get("tool_calls") or len(messages) == 1:
+        text = "needs a last message of the assistant without tool calls, after others"
+        raise fields.invalid("continue_final_message", text)
+    if (fields.as_object(body.get("response_format")) or {"type": "text"}).get("type") != "text":
+        raise fields.invalid("continue_final_message", "and response_format exclude each other; leave one out")
+    return flatten(last["content"])
 
 
 def logprobs(tokenizer: DialectTokenizer, ids: Sequence[int], values: Sequence[float]) -> dict[str, Any]:

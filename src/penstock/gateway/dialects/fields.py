@@ -4,18 +4,29 @@ from collections.abc import Mapping, Sequence, Sized
 from dataclasses import replace
 from typing import Any, cast
 
+import orjson
+
+from penstock.chat.media import MEDIA, text_of_url
 from penstock.chat.templates import Tool, flatten
 from penstock.errors import RequestError
 from penstock.gateway.last_request import LastRequest
 from penstock.http.asgi import JsonBudget
 from penstock.records import Message, ReplyFormat, Sampling
 
+ContentPart = dict[str, Any]
+"""A part of a message's content in the OpenAI form."""
 MAX_ENTRIES, MAX_TOOLS = 10_000, 2000
 """Messages, items or content blocks, and tools or calls, in one list."""
 MAX_VALUES = 200_000
 """JSON values in the tools, and in the messages that the last request did not have."""
 MAX_CHOICES = 128
 """`n`."""
+TEMPLATE_VARIABLES = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template"}
+)
+"""What a chat template is given already."""
+MAX_TEMPLATE_VALUES = 100
+"""JSON values in `chat_template_kwargs`."""
 MAX_STOP_CHARACTERS, MAX_STOP_IDS = 1000, 1000
 
 
@@ -99,11 +110,41 @@ def forced_tool(value: Any, tools: tuple[Tool, ...], name: str = "tool_choice") 
     if value in (None, "auto", "none"):
         return None
     named = as_object(value) or {}
+    if named.get("type") == "allowed_tools":
+        return _forced_of_several(named, tools, name)
     wanted = "" if value == "required" else (as_object(named.get("function")) or named).get("name")
     known = {tool["function"]["name"] for tool in tools}
     if not isinstance(wanted, str) or (wanted and wanted not in known) or not known:
         raise invalid(name, f"must be 'auto', 'none', 'required' or one of the tools given, not {preview(value)}")
     return wanted
+
+
+def _forced_of_several(value: dict[str, Any], tools: tuple[Tool, ...], name: str) -> str | None:
+    """The tool that `allowed_tools` forces: one if it is the only one. The Chat form nests mode and tools in an object."""
+    allowed = as_object(value.get("allowed_tools")) or value
+    named = [as_object(each) or {} for each in as_list(allowed.get("tools")) or ()]
+    wanted = [(as_object(each.get("function")) or each).get("name") for each in named]
+    if allowed.get("mode") not in ("auto", "required") or not wanted:
+        raise invalid(name, f"must have a mode, auto or required, and tools; not {preview(value)}")
+    if allowed["mode"] == "auto":
+        return None
+    return forced_tool({"name": wanted[0]} if len(wanted) == 1 else "required", tools, name)
+
+
+def unmet_tool_choice(value: Any) -> tuple[str, ...]:
+    """What is not done of a tool choice: `allowed_tools` leaves the other tools in the prompt, and the model may call them."""
+    return ("tool_choice.allowed_tools",) if (as_object(value) or {}).get("type") == "allowed_tools" else ()
+
+
+def template_options(value: Any, name: str) -> str:
+    """Variables for the chat template as canonical JSON; empty if there are none."""
+    given = as_object({} if value is None else value)
+    if given is None:
+        raise invalid(name, f"must be an object, not {preview(value)}")
+    if own := given.keys() & TEMPLATE_VARIABLES:
+        raise invalid(name, f"must not set {min(own)}, which the gateway does")
+    JsonBudget(MAX_TEMPLATE_VALUES).spend(given, name)
+    return orjson.dumps(given, option=orjson.OPT_SORT_KEYS).decode() if given else ""
 
 
 def reply_format(value: Any, name: str) -> ReplyFormat | None:
@@ -200,21 +241,46 @@ def _message(value: Any, name: str, budget: JsonBudget) -> Message:
     return message
 
 
-def _content(value: Any, name: str) -> str:
+def joined(parts: Sequence[ContentPart]) -> str | list[ContentPart]:
+    """Content parts as one text, or as they are if one of them is not text."""
+    return flatten(parts) if all("text" in part for part in parts) else list(parts)
+
+
+def text_part(text: str) -> ContentPart:
+    return {"type": "text", "text": text}
+
+
+def image_part(url: Any, name: str) -> ContentPart:
+    """An image by its URL, which may hold its bytes."""
+    return {"type": "image_url", "image_url": {"url": string(url, name)}}
+
+
+def file_part(file: dict[str, Any]) -> ContentPart:
+    """A document, as text if it is plain text. `file` has the fields of the OpenAI form: `file_data`, `file_id`, `filename`."""
+    data = file.get("file_data")
+    text = text_of_url(data) if isinstance(data, str) else None
+    return {"type": "file", "file": file} if text is None else text_part(text)
+
+
+def _content(value: Any, name: str) -> str | list[ContentPart]:
     if value is None or isinstance(value, str):
         return value or ""
     parts = as_list(value)
     if parts is None:
-        raise invalid(name, f"must be a string or a list of text parts, not {preview(value)}")
+        raise invalid(name, f"must be a string or a list of content parts, not {preview(value)}")
     check_count(parts, name)
-    return flatten([{"text": _part(as_object(part) or {}, f"{name}[{index}]")} for index, part in enumerate(parts)])
+    return joined([_part(as_object(part) or {}, f"{name}[{index}]") for index, part in enumerate(parts)])
 
 
-def _part(part: dict[str, Any], name: str) -> str:
+def _part(part: dict[str, Any], name: str) -> ContentPart:
     kind = part.get("type")
-    if kind not in ("text", "refusal"):
-        raise invalid(name, f"must be a text part; {preview(kind)} is not supported")
-    return string(part.get(kind), f"{name}.{kind}")
+    if kind in ("text", "refusal"):
+        return text_part(string(part.get(kind), f"{name}.{kind}"))
+    if kind == "file":
+        return file_part(nested(part, "file", f"{name}.file"))
+    if kind not in MEDIA:
+        raise invalid(name, f"must be of type text, refusal or {', '.join(MEDIA)}, not {preview(kind)}")
+    return {"type": kind, kind: nested(part, kind, f"{name}.{kind}")}
 
 
 def _calls(value: Any, name: str) -> list[dict[str, Any]]:
@@ -267,6 +333,26 @@ def refuse_unsupported(body: dict[str, Any], neutral: Mapping[str, tuple[Any, ..
         value = body.get(name)
         if value is not None and value not in values:
             raise unsupported(name, value)
+
+
+HARMLESS: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "top_logprobs": (0,),
+    "prediction": (),
+    "web_search_options": (),
+}
+"""Fields whose wish is not met and only counted, as replies are right without it; with the values that have no effect."""
+
+
+def check_harmless(body: dict[str, Any]) -> tuple[str, ...]:
+    """The names of the `HARMLESS` fields that would have an effect; RequestError for a value of the wrong type or range."""
+    number(body, "frequency_penalty", 0, low=-2, high=2)
+    number(body, "presence_penalty", 0, low=-2, high=2)
+    number(body, "repetition_penalty", 1, low=0)
+    integer(body, "top_logprobs", 0, low=0, high=20)
+    return tuple(name for name, neutral in HARMLESS.items() if body.get(name) is not None and body[name] not in neutral)
 
 
 def unsupported(name: str, value: Any) -> RequestError:

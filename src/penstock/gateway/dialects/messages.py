@@ -1,7 +1,7 @@
 """The Anthropic messages dialect: `/v1/messages`, with `count_tokens` and message threads."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import isfinite
 from typing import Any, NamedTuple
@@ -14,7 +14,8 @@ from penstock.errors import RequestError
 from penstock.gateway.call import ConversationHistory, ModelCall
 from penstock.gateway.dialects import fields
 from penstock.gateway.dialects.base import DialectTokenizer, ModelAnswer, UnsentTokens
-from penstock.gateway.dialects.fields import SAMPLING_FIELDS, read_sampling, refuse_unsupported
+from penstock.gateway.dialects.content_blocks import DROPPED_BLOCKS, content_parts, tool_of
+from penstock.gateway.dialects.fields import HARMLESS, SAMPLING_FIELDS, check_harmless, read_sampling, refuse_unsupported
 from penstock.gateway.reply import CallDelta, Delta, deltas_of
 from penstock.http.asgi import JsonBudget
 from penstock.records import Message, Sampling, Step
@@ -30,14 +31,16 @@ LABELS = frozenset(
 """Fields that do not affect sampling; ignored without a notice."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
     "logit_bias": ({},),
     "compaction": (),
 }
 """Fields that are not supported, with the values that have no effect and are accepted."""
-IGNORED_TOOL_OPTIONS = ("defer_loading", "input_examples", "allowed_callers")
+CARRIED = frozenset(
+    {"model", "messages", "system", "tools", "tool_choice", "stream", "thread", "max_tokens", "stop_sequences"}
+    | {"temperature", "top_p", "top_k", "min_p", "seed"}
+)
+"""Fields that reach an endpoint in another form; all others are passed on as they are."""
+IGNORED_TOOL_OPTIONS = ("input_examples", "allowed_callers")
 """Tool options that are not supported: the tool is offered without them."""
 ERROR_TYPES = {
     401: "authentication_error",
@@ -67,24 +70,31 @@ class MessagesDialect:
         self._tokenizer = tokenizer
 
     def parse(self, body: dict[str, Any], defaults: Sampling, history: ConversationHistory) -> ModelCall:
-        refuse_unsupported(body, NEUTRAL)
+        if self._tokenizer.is_known:
+            refuse_unsupported(body, NEUTRAL)
         held = _held(body, history)
         spoken = split_conversation(body.get("system"), fields.as_list(body.get("messages", [])) or _no_messages(body, held))
-        budget = JsonBudget(fields.MAX_VALUES)
-        messages = history.last_request.messages([*held.messages, *spoken.units], lambda _, unit: _read(unit, budget))
-        _refuse_prefill(messages, body)
+        budget, deferred = JsonBudget(fields.MAX_VALUES), _deferred(body.get("tools"))
+        named = {tool["function"]["name"]: tool for tool in deferred}
+        messages = history.last_request.messages([*held.messages, *spoken.units], lambda _, unit: _read(unit, budget, named))
+        prefill = _prefill(messages, body)
         tools = held.tools or history.last_request.tools(body.get("tools"), _tools)
         choice = _choice(body)
         model = body.get("model", "")
         return ModelCall(
             model=model if isinstance(model, str) else "",
-            messages=messages,
+            messages=messages[:-1] if prefill else messages,
+            prefill=prefill,
             sampling=replace(
                 read_sampling(body, defaults, "max_tokens"), stop=fields.strings(body, "stop_sequences") or defaults.stop
             ),
             tools=tools,
-            reads_calls=bool(tools) and choice.get("type") != "none",
-            forced=_forced(choice, tools),
+            deferred=deferred,
+            reads_calls=bool(tools or deferred) and choice.get("type") != "none",
+            forced=_forced(choice, (*tools, *deferred)),
+            one_call=fields.flag(choice, "disable_parallel_tool_use"),
+            dialect="messages",
+            extra={name: body[name] for name in body.keys() - CARRIED},
             strict=_strict(body.get("tools")),
             **_format(body),
             stream=fields.flag(body, "stream"),
@@ -93,7 +103,7 @@ class MessagesDialect:
 
     def json_body(self, answer: ModelAnswer) -> bytes:
         step = answer.steps[0]
-        said = {"content": content(answer, step.message), **stop_fields(step, self._tokenizer)}
+        said = {"content": content(answer, answer.visible(step.message)), **stop_fields(step, self._tokenizer)}
         return orjson.dumps(message_head(answer) | said | {"usage": usage(answer, [step])})
 
     def events(self, answer: ModelAnswer) -> "MessagesEvents":
@@ -156,30 +166,45 @@ def _no_messages(body: dict[str, Any], held: ThreadHistory) -> list[Any]:
     raise fields.invalid("messages", "must be a list with at least one message")
 
 
-def _refuse_prefill(messages: tuple[Message, ...], body: dict[str, Any]) -> None:
-    """Refuse messages that end with the assistant's. A request without `max_tokens` only counts tokens and may end so."""
-    if messages[-1]["role"] == "assistant" and body.get("max_tokens") is not None:
-        text = "messages must not end with an assistant message: a reply that the caller has begun cannot be gone on with"
-        raise RequestError(text, code="unsupported_parameter", param="messages")
+def _prefill(messages: tuple[Message, ...], body: dict[str, Any]) -> str:
+    """Return the beginning of the reply if the last message is one. A request without `max_tokens` only counts tokens."""
+    last = messages[-1]
+    if last["role"] != "assistant" or body.get("max_tokens") is None:
+        return ""
+    if last.get("tool_calls") or len(messages) == 1:
+        raise fields.invalid("messages", "must not end with an assistant message that has tool calls, or begin with one")
+    if (fields.as_object(body.get("output_config")) or {}).get("format") or body.get("output_format"):
+        raise fields.invalid("messages", "must not end with an assistant message if the reply's format is given; leave one out")
+    return flatten(last["content"])
 
 
 def _tools(value: Any) -> tuple[Tool, ...]:
-    """Return the caller's tools in the OpenAI form, without those that the vendor would run."""
+    """Return the caller's tools in the OpenAI form, without deferred ones and those that the vendor would run."""
     given = fields.as_list([] if value is None else value)
     if given is None:
         raise fields.invalid("tools", "must be a list of tools")
     fields.check_count(given, "tools", fields.MAX_TOOLS)
     JsonBudget(fields.MAX_VALUES).spend(given, "tools")
-    return tuple(_tool(fields.as_object(each), f"tools[{place}]") for place, each in enumerate(given) if _hosted(each) is None)
+    searched = _searches_itself(given)
+    offered = [(place, each) for place, each in enumerate(given) if _hosted(each) is None and not (searched and _is_deferred(each))]
+    return tuple(tool_of(fields.as_object(each), f"tools[{place}]") for place, each in offered)
 
 
-def _tool(given: dict[str, Any] | None, name: str) -> Tool:
-    schema = fields.as_object((given or {}).get("input_schema"))
-    if given is None or not isinstance(given.get("name"), str) or schema is None:
-        raise fields.invalid(name, "must be a tool with a name and an input_schema")
-    about = given.get("description")
-    described = {"description": about} if isinstance(about, str) else {}
-    return {"type": "function", "function": {"name": given["name"], **described, "parameters": schema}}
+def _deferred(value: Any) -> tuple[Tool, ...]:
+    """Return the tools that the model is shown only where a `tool_reference` names them."""
+    given = fields.as_list(value) or []
+    if not _searches_itself(given):
+        return ()
+    return tuple(tool_of(fields.as_object(each), f"tools[{place}]") for place, each in enumerate(given) if _is_deferred(each))
+
+
+def _is_deferred(tool: Any) -> bool:
+    return _hosted(tool) is None and (fields.as_object(tool) or {}).get("defer_loading") is True
+
+
+def _searches_itself(tools: Sequence[Any]) -> bool:
+    """Return whether the client finds deferred tools itself. The vendor's own search cannot be run: all tools are then offered."""
+    return not any(str(_hosted(tool)).startswith("tool_search_tool") for tool in tools)
 
 
 def _hosted(tool: Any) -> str | None:
@@ -224,13 +249,12 @@ def _format(body: dict[str, Any]) -> dict[str, Any]:
 
 def _ignored(body: dict[str, Any], choice: dict[str, Any]) -> set[str]:
     """Return the names of requested features that are not supported. Null and empty fields do not count."""
-    names = {name for name in body.keys() - HONOURED - LABELS - NEUTRAL.keys() if body[name] not in (None, [], {})}
+    unknown = body.keys() - HONOURED - LABELS - NEUTRAL.keys() - HARMLESS.keys()
+    names = {name for name in unknown if body[name] not in (None, [], {})} | {*check_harmless(body)}
     thinking, output = fields.as_object(body.get("thinking")) or {}, fields.as_object(body.get("output_config")) or {}
     if thinking.get("type", "disabled") != "disabled":
         names.add("thinking")
     names |= {f"output_config.{name}" for name, value in output.items() if name != "format" and value is not None}
-    if fields.flag(choice, "disable_parallel_tool_use"):
-        names.add("tool_choice.disable_parallel_tool_use")
     for tool in fields.as_list(body.get("tools")) or ():
         given = fields.as_object(tool) or {}
         names |= (
@@ -294,24 +318,23 @@ def split_conversation(system: Any, turns: Sequence[Any]) -> SplitConversation:
             side, run = role, []
         run += blocks
     units += _units(side, run)
-    if any(_kind(block.value) == "redacted_thinking" for unit in units for block in unit.blocks):
-        ignored.add("block:redacted_thinking")
-    return SplitConversation(units, frozenset(ignored))
+    kinds = {kind for unit in units for block in unit.blocks if isinstance(kind := _kind(block.value), str)}
+    return SplitConversation(units, frozenset(ignored | {f"block:{kind}" for kind in kinds & DROPPED_BLOCKS}))
 
 
-def _read(unit: MessageBlocks | Message, budget: JsonBudget) -> Message:
-    return read_message(unit, budget) if isinstance(unit, MessageBlocks) else unit
+def _read(unit: MessageBlocks | Message, budget: JsonBudget, deferred: Mapping[str, Tool]) -> Message:
+    return read_message(unit, budget, deferred) if isinstance(unit, MessageBlocks) else unit
 
 
-def read_message(unit: MessageBlocks, budget: JsonBudget) -> Message:
-    """Parse one message. The error for an unsupported block names its position."""
+def read_message(unit: MessageBlocks, budget: JsonBudget, deferred: Mapping[str, Tool] | None = None) -> Message:
+    """Parse one message. The error for an unsupported block names its position. `deferred` are what references stand for."""
     for block in unit.blocks:
         budget.spend(block.value, block.name)
     if unit.role == "assistant":
-        return _assistant(unit.blocks)
+        return _assistant(unit.blocks, deferred or {})
     if unit.role == "tool":
-        return _result(unit.blocks[0])
-    return {"role": unit.role, "content": flatten([{"text": _text(each.value, each.name)} for each in unit.blocks])}
+        return _result(unit.blocks[0], deferred or {})
+    return {"role": unit.role, "content": _joined(unit.blocks, deferred or {})}
 
 
 def _turn(value: Any, turn: int) -> tuple[str, list[ContentBlock]]:
@@ -345,7 +368,7 @@ def _units(role: str, run: list[ContentBlock]) -> Iterable[MessageBlocks]:
     return [*(MessageBlocks("tool", (block,)) for block in results), *own]
 
 
-def _assistant(blocks: Sequence[ContentBlock]) -> Message:
+def _assistant(blocks: Sequence[ContentBlock], deferred: Mapping[str, Tool]) -> Message:
     said: list[str] = []
     thought: list[str] = []
     calls: list[dict[str, Any]] = []
@@ -355,8 +378,8 @@ def _assistant(blocks: Sequence[ContentBlock]) -> Message:
             thought.append(fields.string(block.get("thinking"), f"{placed.name}.thinking"))
         elif kind == "tool_use":
             calls.append(_call(block, placed.name))
-        elif kind != "redacted_thinking":
-            said.append(_text(block, placed.name))
+        else:
+            said += [flatten([part]) for part in content_parts(block, placed.name, deferred)]
     message: Message = {"role": "assistant", "content": "".join(said)}
     if any(thought):
         message["reasoning_content"] = "".join(thought)
@@ -381,28 +404,22 @@ def _arguments(given: Any) -> str:
     return raw if isinstance(raw, str) else orjson.dumps(given).decode()
 
 
-def _result(placed: ContentBlock) -> Message:
+def _result(placed: ContentBlock, deferred: Mapping[str, Tool]) -> Message:
     """Return a tool's result. An error gets the prefix "Error:", unless its text says so near the start."""
     block = fields.as_object(placed.value) or {}
-    content: Any = block.get("content")
-    text = content if isinstance(content, str) else _joined(content, f"{placed.name}.content")
-    if fields.flag(block, "is_error") and "error" not in text[:40].lower():
-        text = f"Error: {text}"
-    return {"role": "tool", "content": text, "tool_call_id": fields.string(block.get("tool_use_id"), f"{placed.name}.tool_use_id")}
+    given: Any = [] if block.get("content") is None else block["content"]
+    content = given if isinstance(given, str) else _joined(_placed(given, None, f"{placed.name}.content"), deferred, placed.name)
+    if fields.flag(block, "is_error") and "error" not in flatten(content)[:40].lower():
+        content = f"Error: {content}" if isinstance(content, str) else [fields.text_part("Error:"), *content]
+    tool_call_id = fields.string(block.get("tool_use_id"), f"{placed.name}.tool_use_id")
+    return {"role": "tool", "content": content, "tool_call_id": tool_call_id}
 
 
-def _joined(content: Any, name: str) -> str:
-    parts = fields.as_list([] if content is None else content)
-    if parts is None:
-        raise fields.invalid(name, f"must be a string or a list of text blocks, not {fields.preview(content)}")
-    return flatten([{"text": _text(part, f"{name}[{place}]")} for place, part in enumerate(parts)])
-
-
-def _text(value: Any, name: str) -> str:
-    kind = _kind(value)
-    if kind != "text":
-        raise fields.invalid(name, f"must be a text block here; {fields.preview(kind)} is not supported")
-    return fields.string((fields.as_object(value) or {}).get("text"), f"{name}.text")
+def _joined(blocks: Sequence[ContentBlock], deferred: Mapping[str, Tool], within: str = "") -> str | list[fields.ContentPart]:
+    """Return the blocks as one text, or as parts if some are not text. `within` is where they are, if not in a message."""
+    names = [f"{within}.content[{block.place}]" if within else block.name for block in blocks]
+    parts = [content_parts(block.value, name, deferred) for block, name in zip(blocks, names, strict=True)]
+    return fields.joined([part for each in parts for part in each])
 
 
 def _kind(value: Any) -> Any:

@@ -16,7 +16,7 @@ from penstock.gateway.call import ConversationHistory, ModelCall
 from penstock.gateway.dialects import fields
 from penstock.gateway.dialects.base import DialectTokenizer, ModelAnswer, UnsentTokens
 from penstock.gateway.dialects.chat import error_body, logprobs
-from penstock.gateway.dialects.fields import SAMPLING_FIELDS, read_sampling, refuse_unsupported
+from penstock.gateway.dialects.fields import HARMLESS, SAMPLING_FIELDS, check_harmless, read_sampling, refuse_unsupported
 from penstock.gateway.reply import CallDelta, Delta
 from penstock.http.asgi import JsonBudget
 from penstock.records import Finish, Message, Sampling, Step
@@ -36,14 +36,15 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "conversation": (),
     "prompt": (),
     "n": (1,),
-    "top_logprobs": (0,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
     "logit_bias": ({},),
     "response_format": ({"type": "text"},),
 }
 """Fields that are not supported, with the values that have no effect and are accepted."""
+SHARED_WITH_CHAT = frozenset(
+    {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
+    | {"parallel_tool_calls", "top_logprobs", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias"}
+)
+"""Fields that Chat endpoints know under the same name."""
 ECHOED: dict[str, Any] = {
     "background": False,
     "instructions": None,
@@ -80,7 +81,8 @@ class ResponsesDialect:
         self._tokenizer = tokenizer
 
     def parse(self, body: dict[str, Any], defaults: Sampling, history: ConversationHistory) -> ModelCall:
-        refuse_unsupported(body, NEUTRAL)
+        if self._tokenizer.is_known:
+            refuse_unsupported(body, NEUTRAL)
         tools = history.last_request.tools(body.get("tools"), offered_tools)
         model = body.get("model", "")
         return ModelCall(
@@ -90,6 +92,8 @@ class ResponsesDialect:
             tools=tools,
             reads_calls=bool(tools) and body.get("tool_choice") != "none",
             forced=_forced(body.get("tool_choice"), tools),
+            one_call=body.get("parallel_tool_calls") is not None and not fields.flag(body, "parallel_tool_calls"),
+            extra=_extra(body),
             strict=_strict(body.get("tools")),
             format=fields.reply_format(fields.nested(body, "text").get("format"), "text.format"),
             format_field="text.format",
@@ -143,18 +147,31 @@ def _forced(choice: Any, tools: tuple[Tool, ...]) -> str | None:
     return fields.forced_tool(choice, tools)
 
 
+def _extra(body: dict[str, Any]) -> dict[str, Any]:
+    """Return what a Chat endpoint takes under another name, and the fields that no rule knows."""
+    known = HONOURED | LABELS | NEUTRAL.keys() | HARMLESS.keys()
+    extra = {name: value for name, value in body.items() if name not in known or name in SHARED_WITH_CHAT}
+    reasoning, text = fields.nested(body, "reasoning"), fields.nested(body, "text")
+    if reasoning.get("effort") is not None:
+        extra["reasoning_effort"] = reasoning["effort"]
+    if text.get("verbosity") is not None:
+        extra["verbosity"] = text["verbosity"]
+    return extra
+
+
 def _unmet(body: dict[str, Any]) -> Iterator[str]:
     """Yield the names of requested features that are not supported."""
     given = {name for name, value in body.items() if value is not None}
-    yield from given - HONOURED - LABELS - NEUTRAL.keys()
+    yield from given - HONOURED - LABELS - NEUTRAL.keys() - HARMLESS.keys()
+    yield from check_harmless(body)
     yield from ignored_tool_options(body.get("tools"))
     yield from (f"include:{name}" for name in _included(body) if name != LOGPROBS)
     yield from (f"reasoning.{name}" for name, value in fields.nested(body, "reasoning").items() if value is not None)
     yield from (f"text.{name}" for name, value in fields.nested(body, "text").items() if name != "format" and value is not None)
     if body.get("truncation") not in (None, "disabled"):
         yield "truncation"
-    if body.get("parallel_tool_calls") is not None and not fields.flag(body, "parallel_tool_calls"):
-        yield "parallel_tool_calls"
+    yield from fields.unmet_tool_choice(body.get("tool_choice"))
+    yield from {f"item:{kind}" for item in fields.as_list(body.get("input")) or () if (kind := _dropped(item))}
 
 
 # Tools: the model sees functions only; the client sees its own names and types
@@ -358,6 +375,14 @@ MAX_REFERENCES = 256
 ITEM_ID = re.compile(r"(msg|rs|fc|ctc)_(.+)_([0-9]{1,9})")
 """Ids of our own items: kind, answer id, and index among the answer's items of that kind."""
 CALLS = ("function_call", "custom_tool_call")
+DROPPED_ITEMS = frozenset(
+    {"web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call", "computer_call"}
+    | {"computer_call_output", "local_shell_call", "local_shell_call_output", "shell_call", "shell_call_output"}
+    | {"apply_patch_call", "apply_patch_call_output", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response", "mcp_call"}
+    | {"tool_search_call", "tool_search_output", "additional_tools", "configuration_update", "compaction_trigger"}
+    | {"program", "program_output", "compaction", "compaction_summary"}
+)
+"""Items of tools that the vendor's servers run, or that only they can read. The model is not shown them; they are counted."""
 RESULTS = ("function_call_output", "custom_tool_call_output")
 TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 """Types of content parts that hold text, with the key of the text."""
@@ -423,6 +448,8 @@ def _items(value: Any, history: ConversationHistory) -> list[dict[str, Any]]:
         references += _kind(item) == "item_reference"
         if references > MAX_REFERENCES:
             raise fields.invalid(f"input[{place}]", f"is item reference {references}; send at most {MAX_REFERENCES}")
+        if _dropped(item):
+            continue
         items.append(_resolved(item, f"input[{place}]", history) if _kind(item) == "item_reference" else item)
     return items
 
@@ -445,6 +472,12 @@ def _resolved(item: dict[str, Any], name: str, history: ConversationHistory) -> 
     if which >= len(calls):
         raise fields.invalid(name, f"refers to call {which} of an answer that made {len(calls)}")
     return {"type": "function_call", "call_id": calls[which]["id"], **calls[which]["function"]}
+
+
+def _dropped(item: Any) -> str:
+    """Return the type of an item that the model is not shown, else an empty string."""
+    kind = (fields.as_object(item) or {}).get("type")
+    return kind if isinstance(kind, str) and kind in DROPPED_ITEMS else ""
 
 
 def _kind(item: dict[str, Any]) -> Any:
@@ -497,7 +530,7 @@ def _reply(group: ItemGroup) -> Message:
         if kind == "reasoning":
             thought += _thought(item, name)
         elif kind == "message":
-            said += _content(item.get("content"), f"{name}.content")
+            said += flatten(_content(item.get("content"), f"{name}.content"))
         else:
             calls.append(_call(item, name))
     message: Message = {"role": "assistant", "content": said}
@@ -530,20 +563,29 @@ def _thought(item: dict[str, Any], name: str) -> str:
     return "".join(texts)
 
 
-def _content(value: Any, name: str) -> str:
+def _content(value: Any, name: str) -> str | list[fields.ContentPart]:
     if isinstance(value, str):
         return value
     parts = fields.as_list(value)
     if parts is None:
-        raise fields.invalid(name, f"must be text or a list of text parts, not {fields.preview(value)}")
-    return flatten([{"text": _part(fields.as_object(part) or {}, f"{name}[{place}]")} for place, part in enumerate(parts)])
+        raise fields.invalid(name, f"must be text or a list of content parts, not {fields.preview(value)}")
+    return fields.joined([_part(fields.as_object(part) or {}, f"{name}[{place}]") for place, part in enumerate(parts)])
 
 
-def _part(part: dict[str, Any], name: str) -> str:
+def _part(part: dict[str, Any], name: str) -> fields.ContentPart:
     kind = part.get("type")
+    if kind == "input_image":
+        url = f"file:{part.get('file_id')}" if part.get("image_url") is None else part["image_url"]
+        return fields.image_part(url, f"{name}.image_url")
+    if kind == "input_file":
+        given = {key: part[key] for key in ("file_data", "file_id", "filename") if part.get(key) is not None}
+        return fields.file_part(given | ({"file_id": part["file_url"]} if part.get("file_url") else {}))
+    if kind == "input_audio":
+        return {"type": kind, kind: fields.nested(part, kind, f"{name}.{kind}")}
     if not isinstance(kind, str) or kind not in TEXTS:
-        raise fields.invalid(name, f"must be a text part; {fields.preview(kind)} is not supported")
-    return fields.string(part.get(TEXTS[kind]), f"{name}.{TEXTS[kind]}")
+        known = ", ".join([*TEXTS, "input_image", "input_file", "input_audio"])
+        raise fields.invalid(name, f"must be of type {known}, not {fields.preview(kind)}")
+    return fields.text_part(fields.string(part.get(TEXTS[kind]), f"{name}.{TEXTS[kind]}"))
 
 
 # Output items
