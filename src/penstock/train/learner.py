@@ -60,6 +60,8 @@ class UpdateMetrics:
     """Before clipping."""
     ratio: float = 1.0
     importance: float = 1.0
+    importance_high: float = 0.0
+    """Share of the tokens that are at least twice as likely as when they were sampled."""
     clip_fraction: float = 0.0
     kl_behaviour: float = 0.0
     """KL between the sampling policy and the trained one: from staleness, and from differences between engine and trainer."""
@@ -89,7 +91,7 @@ def total_metrics(parts: SequenceOf[UpdateMetrics]) -> UpdateMetrics:
     def mean(name: str) -> float:
         return sum(getattr(part, name) * part.trained_tokens for part in parts) / tokens
 
-    means = ("ratio", "importance", "clip_fraction", "kl_behaviour", "kl_reference", "entropy", "value_error")
+    means = ("ratio", "importance", "importance_high", "clip_fraction", "kl_behaviour", "kl_reference", "entropy", "value_error")
     return UpdateMetrics(
         loss=sum(part.loss for part in parts),
         grad_norm=math.hypot(*(part.grad_norm for part in parts)),
@@ -650,6 +652,7 @@ def _metrics(parts: list[_ChunkResult], batch: Batch, *, grad_norm: float) -> Up
         grad_norm=grad_norm,
         ratio=mean([part.loss.ratio for part in parts]),
         importance=mean([part.loss.importance for part in parts]),
+        importance_high=mean([(gap > math.log(2.0)).float()]),
         clip_fraction=mean([part.loss.clipped for part in parts]),
         kl_behaviour=mean([torch.exp(gap) - 1.0 - gap]),
         kl_reference=mean([part.penalty for part in parts]),
