@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 
 from penstock import __version__
 from penstock.cli import (
+    compare,
     controller,
     datasets,
     doctor,
@@ -92,6 +93,7 @@ app.add_typer(evaluate.app, name="eval", cls=SectionedGroup)
 app.command("gateway")(gateway.gateway)
 app.command("run", context_settings={"allow_interspersed_args": False})(recording.run)
 app.add_typer(rollout.app, name="rollout")
+app.command("compare")(compare.compare)
 app.command("report")(report.report)
 app.command("view")(view.view)
 app.command("verify")(verify.verify)

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from penstock.train.summary import Summary
 
 
+CONTROL = "-control"
+"""At the end of a control's name."""
 ALARMED = 4
 """The exit code of a run that an alarm stopped."""
 
@@ -38,6 +40,9 @@ def train(
     allow_code_change: Annotated[
         bool, typer.Option("--allow-code-change", help="Go on though the agent or grader was edited; the change is marked.")
     ] = False,
+    control: Annotated[
+        bool, typer.Option("--control", help="Run the control instead: the same with a learning rate of 0, as NAME-control.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help=PLAIN)] = False,
     dry: dry_run.Option = False,
@@ -50,10 +55,30 @@ def train(
 
     check_format(as_json=as_json, plain=plain)
     config = load_run_config(file, overrides or (), "train", warn=warn)
-    resume = ResumeCommand(_command("train", file, overrides or []), evaluate=_command("eval run", file, overrides or []))
+    if control:
+        config = as_control(config)
+        warn(f"this is the control of {_folder(config).removesuffix(CONTROL)}: the same tasks, seed and steps, nothing learned")
+    resume = ResumeCommand(
+        _command("train", file, overrides or [], control=control), evaluate=_command("eval run", file, overrides or [])
+    )
     if dry:
         dry_run.try_once(config, "train", as_json=as_json, following=resume.command)
-    run_training(config, resume, fresh=fresh, as_json=as_json, plain=plain, allow_code_change=allow_code_change)
+    try:
+        run_training(config, resume, fresh=fresh, as_json=as_json, plain=plain, allow_code_change=allow_code_change)
+    finally:
+        if control:
+            warn(f"compare with: penstock compare {_folder(config)} {_folder(config).removesuffix(CONTROL)}")
+
+
+def as_control(config: "RunConfig") -> "RunConfig":
+    """The same run with a learning rate of 0: what its curve does by chance, on the tasks that the run draws."""
+    run = config.run.model_copy(update={"name": f"{config.run.name}{CONTROL}"})
+    policies = {name: section.model_copy(update={"lr": 0.0}) for name, section in config.policies.items()}
+    return config.model_copy(update={"run": run, "train": config.train.model_copy(update={"lr": 0.0}), "policies": policies})
+
+
+def _folder(config: "RunConfig") -> str:
+    return str(config.run.folder / config.run.name)
 
 
 def run_training(
@@ -127,10 +152,10 @@ def _write_report(folder: Path) -> Path | None:
         return None
 
 
-def _command(name: str, file: Path, overrides: list[str]) -> str:
+def _command(name: str, file: Path, overrides: list[str], *, control: bool = False) -> str:
     """A command with these settings, as it can be typed where this one was."""
     known = shutil.which("penstock")
     here = known is not None and Path(known).resolve() == Path(sys.argv[0]).resolve()
     program = "penstock" if here or not Path(sys.argv[0]).name.startswith("penstock") else sys.argv[0]
     settings = [word for override in overrides for word in ("--set", override)]
-    return shlex.join([program, *name.split(), str(file), *settings])
+    return shlex.join([program, *name.split(), str(file), *settings, *(["--control"] if control else [])])

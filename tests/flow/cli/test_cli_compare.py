@@ -1,0 +1,87 @@
+"""`penstock train --control` and `penstock compare`: a run, the same with a learning rate of 0, and the two of them paired."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+AGENT = """
+from penstock import AgentWorkflow, Grader
+
+class Short(AgentWorkflow):
+    async def run(self, ctx):
+        await ctx.openai().chat.completions.create(model="any", messages=ctx.prompt, max_tokens=4)
+
+class Even(Grader):
+    async def grade(self, ctx):
+        return float(len(ctx.sample.messages[-1]["content"] or "") % 2)
+"""
+CONFIG = """
+run.name = "short"
+model.name = "tiny"
+dataset = {train = "tasks.jsonl", eval = "tasks.jsonl"}
+rollout = {group_size = 2, groups_per_step = 2}
+train = {steps = 2, lr = 1e-2, checkpoint_every = 1}
+"""
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a run and its control."""
+    folder = tmp_path_factory.mktemp("compare")
+    (folder / "agent.py").write_text(AGENT)
+    (folder / "tasks.jsonl").write_text("".join(json.dumps({"prompt": f"{n} times 3?"}) + "\n" for n in range(4)))
+    (folder / "train.toml").write_text(CONFIG)
+    assert ran(folder, "train", "train.toml").returncode == 0
+    control = ran(folder, "train", "train.toml", "--control")
+    assert control.returncode == 0, control.stderr
+    assert "penstock compare runs/short-control runs/short" in control.stderr
+    return folder
+
+
+def ran(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    program = str(Path(sys.executable).with_name("penstock"))
+    return subprocess.run([program, *arguments], cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+
+
+def weights(folder: Path, run: str) -> list[bytes]:
+    return [(found / "model.safetensors").read_bytes() for found in sorted((folder / "runs" / run / "checkpoints").iterdir())]
+
+
+def metrics(folder: Path, run: str) -> list[dict[str, Any]]:
+    lines = (folder / "runs" / run / "metrics.jsonl").read_text().splitlines()
+    return [json.JSONDecoder().raw_decode(line[line.index("{") :])[0] for line in lines]
+
+
+def test_the_control_draws_the_same_tasks_and_its_weights_stay(project: Path):
+    before, after = weights(project, "short-control")
+    assert before == after
+    assert len(set(weights(project, "short"))) == 2
+    assert [e["group_ids"] for e in metrics(project, "short")] == [e["group_ids"] for e in metrics(project, "short-control")]
+
+
+def test_runs_are_paired_by_task(project: Path):
+    told = ran(project, "compare", "runs/short-control", "runs/short", "--json")
+    found = json.loads(told.stdout)
+    assert (found["first"], found["second"], found["same_seed"]) == ("runs/short-control", "runs/short", True)
+    assert (found["held_out"]["pairs"], found["training"]["pairs"]) == (4, 4)
+    assert found["training"]["left_out"] == 0
+    for side, run in (("first", "short-control"), ("second", "short")):
+        rewards = [reward for entry in metrics(project, run) for reward in entry["rewards"]]
+        assert found["training"][side] == pytest.approx(sum(rewards) / len(rewards))
+    gain = found["training"]["difference"]
+    assert gain["low"] <= gain["value"] <= gain["high"]
+    text = ran(project, "compare", "runs/short", "runs/short").stdout
+    assert "no difference is established" in text
+
+
+def test_a_folder_that_is_no_run_is_refused_in_a_line(project: Path):
+    told = ran(project, "compare", "runs/short", "runs/nothing")
+    assert told.returncode == 2
+    assert "runs/nothing" in told.stderr
+    assert "Traceback" not in told.stderr
