@@ -104,6 +104,20 @@ app.add_typer(secrets.app, name="secret")
 app.add_typer(controller.app, name="controller")
 app.command("doctor")(doctor.doctor)
 
+MAP = """Penstock makes any agent trainable. What to do first:
+
+  penstock doctor                 can this machine train?
+  penstock quickstart FOLDER      write a project that runs as it is; then, in that folder:
+  penstock eval run               measure its agent
+  penstock train                  improve the policy
+  penstock view                   look at it in a browser (--demo: at a recorded run)
+
+  penstock run -- COMMAND         record the model calls of any program
+  penstock template list          other projects to begin with
+  penstock --install-completion   complete commands with the tab key (bash, zsh, fish)
+
+penstock -h lists all commands, penstock COMMAND -h the options of one."""
+"""What `penstock` alone prints."""
 BUSY = 429
 """The HTTP status of a controller that will accept the request later."""
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -125,10 +139,10 @@ def root(
 
     Results go to stdout, progress to stderr; --json on any command prints one JSON object instead of text.
 
-    Exit codes: 0 done, 1 failed, 2 bad input, 3 trained without learning anything, 130 stopped by Ctrl-C.
+    Exit codes: 0 done, 1 failed, 2 bad input, 3 trained without learning anything, 4 stopped by an alarm, 130 stopped by Ctrl-C.
     """
     if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
+        typer.echo(MAP)
 
 
 def main() -> None:

@@ -2,17 +2,19 @@
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from textwrap import shorten
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
-from penstock.cli.output import NOTICES, aligned, clock, counts, misreported_text, reward_text
+from penstock.cli.output import NOTICES, PlainLine, aligned, clock, counts, misreported_text, plain_text, reward_text
+from penstock.cli.progress import RunningRollouts, pace_text
 from penstock.run.shortfalls import shortfall_rows
 
 if TYPE_CHECKING:
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 
 LINES = 10
 """Progress lines in all, where there is no terminal."""
+SILENT_S = 30.0
+"""Seconds without a line after which one says what is being waited for, where there is no terminal."""
 ROWS = 100
 """Rollouts whose result a terminal shows above the bar, spread over all; the first is always shown."""
 
@@ -35,22 +39,25 @@ ROWS = 100
 class EvalView:
     """A listener of events. A context manager: the bar is gone when it closes."""
 
-    def __init__(self, console: Console | None = None) -> None:
+    def __init__(self, console: Console | None = None, *, plain: bool = False, silent_s: float = SILENT_S) -> None:
         self._console = console or Console(stderr=True, highlight=False)
-        self._terminal = self._console.is_interactive and not self._console.is_dumb_terminal
+        self._terminal = self._console.is_interactive and not self._console.is_dumb_terminal and not plain
         self._lock = threading.Lock()
+        self._rollouts = RunningRollouts()
+        self._silent_s, self._closed, self._spoke = silent_s, threading.Event(), False
         self._total = self._done = 0
         self._rewards: list[float] = []
         self._ends: Counter[str] = Counter()
         self._misreported = 0
         self._last_line = ""
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), _PaceColumn(self))
         self._bars = Progress(*columns, console=self._console, transient=True)
         self._bar: Any = None
         self._live: AbstractContextManager[Any] = self._bars if self._terminal else nullcontext()
 
     def __call__(self, kind: str, fields: dict[str, Any]) -> None:
         with self._lock:
+            self._rollouts.apply(kind, fields)
             if kind == "stage" or kind in NOTICES:
                 self._print_once(fields["text"])
             elif kind == "rollout.misreported":
@@ -64,14 +71,34 @@ class EvalView:
 
     def notice(self, text: str) -> None:
         """Print something that is not an event."""
+        self._spoke = True
         self._console.print(text, markup=False, soft_wrap=True)
+
+    def pace(self) -> str:
+        """How fast rollouts end, how long the rest takes, and what is being waited for.
+
+        Without our lock: rich calls it in its own thread, under a lock of its own that printing needs too.
+        """
+        left = self._rollouts.left_s(self._total)
+        parts = (pace_text(self._rollouts.per_second), "" if left is None else f"about {clock(left)} left")
+        return ", ".join(part for part in (*parts, self._rollouts.waiting_text()) if part)
 
     def __enter__(self) -> Self:
         self._live.__enter__()
+        if not self._terminal:
+            threading.Thread(target=self._break_silence, daemon=True).start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._closed.set()
         self._live.__exit__(kind, error, trace)
+
+    def _break_silence(self) -> None:
+        while not self._closed.wait(self._silent_s):
+            with self._lock:
+                if not self._spoke and self._rollouts.started:
+                    self.notice(f"{self._done}/{self._total} rollouts, {self.pace()}")
+                self._spoke = False
 
     def _print_once(self, text: str) -> None:
         if text != self._last_line:
@@ -96,7 +123,8 @@ class EvalView:
             )
         if self._bar is None:
             if self._due(LINES):
-                self._print_once(f"{self._done}/{self._total} rollouts, reward {reward_text(mean)}")
+                facts = [f"{self._done}/{self._total} rollouts", f"reward {reward_text(mean)}", self.pace()]
+                self._print_once(", ".join(fact for fact in facts if fact))
             return
         if self._due(ROWS):
             self.notice(result_line(fields))
@@ -105,6 +133,15 @@ class EvalView:
     def _due(self, often: int) -> bool:
         """Whether this is the first rollout to end, or one of `often` in all."""
         return self._done == 1 or self._done * often // self._total > (self._done - 1) * often // self._total
+
+
+class _PaceColumn(ProgressColumn):
+    def __init__(self, view: EvalView) -> None:
+        super().__init__()
+        self._view = view
+
+    def render(self, task: Any) -> Text:
+        return Text(self._view.pace(), style="dim")
 
 
 def result_line(fields: Mapping[str, Any]) -> str:
@@ -189,18 +226,6 @@ def _difference(value: "Difference") -> str:
 # Results as plain lines
 
 
-class PlainLine(NamedTuple):
-    """One number of an evaluation for other programs: its name, value, lower and upper bound, printed with tabs and no header.
-
-    What a number does not have, or is not known, is left empty. Later releases may add names; those that exist stay.
-    """
-
-    name: str
-    value: object
-    low: object = None
-    high: object = None
-
-
 def evaluation_lines(found: "Evaluation", page: Path | None) -> str:
     """The plain form of `penstock eval run`."""
     head = [
@@ -210,12 +235,12 @@ def evaluation_lines(found: "Evaluation", page: Path | None) -> str:
         PlainLine("folder", found.folder),
     ]
     tail = [PlainLine("resumed", found.resumed), PlainLine("seconds", found.seconds), PlainLine("report", page)]
-    return _text([*head, *_outcome(found.outcome), *tail])
+    return plain_text([*head, *_outcome(found.outcome), *tail])
 
 
 def regrade_lines(found: "EvalOutcome", folder: Path, page: Path | None) -> str:
     """The plain form of `penstock eval regrade`."""
-    return _text([PlainLine("folder", folder), *_outcome(found), PlainLine("report", page)])
+    return plain_text([PlainLine("folder", folder), *_outcome(found), PlainLine("report", page)])
 
 
 def comparison_lines(found: "Comparison") -> str:
@@ -232,7 +257,7 @@ def comparison_lines(found: "Comparison") -> str:
     for name, folder, mean, spent in sides:
         lines += [PlainLine(f"{name}.folder", folder), PlainLine(f"{name}.reward", mean)]
         lines += [line._replace(name=f"{name}.{line.name}") for line in _spent_lines(spent)]
-    return _text(lines)
+    return plain_text(lines)
 
 
 def _outcome(own: "EvalOutcome") -> list[PlainLine]:
@@ -257,13 +282,3 @@ def _estimate_lines(name: str, value: "Estimate | None") -> PlainLine:
 
 def _latency(name: str, value: "Latency | None") -> list[PlainLine]:
     return [PlainLine(f"{name}.p50", value and value.p50), PlainLine(f"{name}.p95", value and value.p95)]
-
-
-def _text(lines: Iterable[PlainLine]) -> str:
-    return "\n".join("\t".join(map(_cell, line)) for line in lines)
-
-
-def _cell(value: object) -> str:
-    if value is None:
-        return ""
-    return f"{value:.6g}" if isinstance(value, float) else " ".join(str(value).split())

@@ -11,7 +11,7 @@ import typer
 
 from penstock.cli import dry_run
 from penstock.cli.interrupts import INTERRUPTED, TERMINATE_S, Interrupts
-from penstock.cli.output import check_format, warn
+from penstock.cli.output import PLAIN, check_format, warn
 from penstock.errors import ConfigError, PenstockError
 from penstock.workspace.scaffold import CONFIG_FILE
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Measure an agent.", no_args_is_help=True)
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-Plain = Annotated[bool, typer.Option("--plain", help="Print the result as lines with tabs: name, value, lower and upper bound.")]
+Plain = Annotated[bool, typer.Option("--plain", help=PLAIN)]
 
 
 @app.command("run")
@@ -77,7 +77,7 @@ def run(
     config = evaluation_config(_config(file, agent, dataset, [*set_flags, *(overrides or [])]))
     if dry:
         dry_run.try_once(config, "eval", as_json=as_json, following="penstock eval run" + (f" {file}" if file else ""))
-    view = EvalView()
+    view = EvalView(plain=plain)
     try:
         with contextlib.redirect_stdout(sys.stderr), view:
             found = _evaluate(config, view, fresh=fresh, retry_failed=retry_failed)

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.cli.output import NOTICES, clock, counts, misreported_text, percent, rate, reward_text, sparkline
+from penstock.cli.progress import RunningRollouts, pace_text
 from penstock.run.folder import RunFolder, component_values
 from penstock.run.shortfalls import read_shortfalls
 
@@ -68,12 +69,15 @@ class RunState:
     """Rollouts whose agents reported another conversation than was recorded."""
     last_step_at: float = 0.0
     eval_seconds: float = 0.0
+    running: RunningRollouts = field(default_factory=RunningRollouts)
 
     def __post_init__(self) -> None:
         self.started_at = self.clock()
+        self.running.now = self.clock
 
     def apply(self, kind: str, fields: dict[str, Any]) -> None:
         """Apply one event; kinds that the view does not show are ignored."""
+        self.running.apply(kind, fields)
         if change := _CHANGES.get(kind):
             change(self, fields)
 
@@ -85,17 +89,30 @@ class RunState:
     @property
     def left_s(self) -> float | None:
         """The time for the remaining steps at the pace so far, plus the last evaluation; None before the first step is done."""
-        done = self.step - self.steps_from
-        if self.steps_at is None or done <= 0:
+        pace = self.seconds_per_step
+        if pace is None:
             return None
-        pace = (self.last_step_at - self.steps_at) / done
         return max(0.0, pace * (self.steps - self.step) - (self.clock() - self.last_step_at) + self.eval_seconds)
 
     @property
+    def seconds_per_step(self) -> float | None:
+        """At the pace so far; None before the first step is done."""
+        done = self.step - self.steps_from
+        return None if self.steps_at is None or done <= 0 else (self.last_step_at - self.steps_at) / done
+
+    @property
+    def pace(self) -> str:
+        """How fast steps are made; empty before the first is done."""
+        seconds = self.seconds_per_step
+        return f"{pace_text(1 / max(seconds, 1e-3))} steps" if seconds is not None else ""
+
+    @property
     def activity(self) -> str:
-        """What is being done now, and how far it is."""
+        """What is being done now, how far it is, and what it waits for."""
         if self.expected:
-            return f"{self.now}, {min(self.done, self.expected)}/{self.expected} rollouts"
+            waiting = self.running.waiting_text()
+            done = f"{self.now}, {min(self.done, self.expected)}/{self.expected} rollouts"
+            return f"{done}; {waiting}" if waiting else done
         return self.now if self.share is None else f"{self.now}, {self.share:.0%}"
 
     def failure(self) -> str:
@@ -205,10 +222,10 @@ _CHANGES: dict[str, Callable[[RunState, dict[str, Any]], None]] = {
 class LiveView:
     """An event listener that shows the state of the run. A context manager: the panel disappears when it closes."""
 
-    def __init__(self, state: RunState, console: Console | None = None) -> None:
+    def __init__(self, state: RunState, console: Console | None = None, *, plain: bool = False) -> None:
         self.state = state
         self.console = console or Console(stderr=True, highlight=False)
-        self.terminal = self.console.is_interactive and not self.console.is_dumb_terminal
+        self.terminal = self.console.is_interactive and not self.console.is_dumb_terminal and not plain
         self._notice = self._last_line = ""
         self._lock = threading.Lock()  # rich draws the panel in a thread, so that it moves while the loop is busy
         self._live: AbstractContextManager[Any] = nullcontext()
@@ -265,7 +282,10 @@ def event_line(kind: str, fields: dict[str, Any], state: RunState) -> str | None
         case "run.start":
             how = f"taken up again after step {state.step}" if fields["resumed"] else f"model {state.model}"
             return f"run {state.name} in {state.folder}: {how}, {state.steps} steps"
-        case "stage" | "train.wait":
+        case "train.wait":
+            waiting = state.running.waiting_text()
+            return f"{fields['text']}; {waiting}" if waiting else fields["text"]
+        case "stage":
             return fields["text"]
         case _ if kind in NOTICES:
             return fields["text"]
@@ -312,6 +332,8 @@ def _step_line(fields: dict[str, Any], state: RunState) -> str:
     own += "".join(f"  {name} {reward_text(mean)}" for name, mean in component_values(fields).items())
     own += _shortfall_note(fields)
     line = f"step {done}  reward {reward_text(fields['reward'])}{own}  {groups}  exact {exact}  {speed} tok/s  {spark}"
+    if state.left_s is not None and fields["step"] < state.steps:
+        line += f"  {state.pace}, about {clock(state.left_s)} left"
     shown = state.replies if fields["step"] % REPLIES_EVERY == 1 else {}
     return "\n".join([line, *(f"  {name} reply, {text}" for name, text in _replies(shown))])
 
@@ -366,7 +388,7 @@ def _rows(state: RunState, *, width: int) -> list[tuple[str, RenderableType]]:
 
 def _step_row(state: RunState, width: int) -> RenderableType:
     bar = ProgressBar(total=max(1, state.steps), completed=state.step, width=min(40, width - 10), complete_style="cyan")
-    return _pair(f"{state.step}/{state.steps}", bar)
+    return _pair(f"{state.step}/{state.steps}", bar, Text(state.pace, style="dim"))
 
 
 def _reward_row(state: RunState, width: int) -> RenderableType:
@@ -374,11 +396,12 @@ def _reward_row(state: RunState, width: int) -> RenderableType:
     return _pair(Text(reward_text(state.rewards[-1]), style="bold"), spark)
 
 
-def _pair(number: RenderableType, drawing: RenderableType) -> RenderableType:
+def _pair(number: RenderableType, *drawings: RenderableType) -> RenderableType:
     row = Table.grid(padding=(0, 1))
     row.add_column(width=8, no_wrap=True)
-    row.add_column(no_wrap=True)
-    row.add_row(number, drawing)
+    for _ in drawings:
+        row.add_column(no_wrap=True)
+    row.add_row(number, *drawings)
     return row
 
 

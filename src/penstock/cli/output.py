@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import orjson
 import typer
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Plain = Annotated[bool, typer.Option("--plain", help="Print tab-separated rows without a header.")]
+PLAIN = "Print progress as lines, and the result as lines with tabs: name, value, lower and upper bound."
 Limit = Annotated[int, typer.Option(min=1, max=50, help="The most rows to print.")]
 All = Annotated[bool, typer.Option("--all", help="Print all rows.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
@@ -104,6 +105,7 @@ NOTICES = (
     "loop.moved",
     "code.changed",
     "train.stalled",
+    "train.alarm",
     "rollout.forged",
     "grading.refused",
     "checkpoint.damaged",
@@ -134,6 +136,31 @@ def save_file(path: Path, content: bytes) -> None:
         write_file(path, content)
     except OSError as cause:
         raise ConfigError(f"{path}: cannot be written: {cause.strerror}; give another place with -o") from cause
+
+
+# Results as plain lines
+
+
+class PlainLine(NamedTuple):
+    """One number of a result for other programs: its name, value, lower and upper bound, printed with tabs and no header.
+
+    What a number does not have, or is not known, is left empty. Later releases may add names; those that exist stay.
+    """
+
+    name: str
+    value: object
+    low: object = None
+    high: object = None
+
+
+def plain_text(lines: Iterable[PlainLine]) -> str:
+    return "\n".join("\t".join(map(_plain_cell, line)) for line in lines)
+
+
+def _plain_cell(value: object) -> str:
+    if value is None:
+        return ""
+    return f"{value:.6g}" if isinstance(value, float) else " ".join(str(value).split())
 
 
 # Numbers and times as text

@@ -4,11 +4,11 @@ import shlex
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from textwrap import shorten, wrap
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import orjson
 
-from penstock.cli.output import aligned, clock, counts, percent, reward_text, sparkline
+from penstock.cli.output import PlainLine, aligned, clock, counts, percent, plain_text, reward_text, sparkline
 from penstock.run.shortfalls import read_shortfalls, shortfall_rows
 from penstock.train.stalled import FIRST, LAST
 
@@ -49,6 +49,20 @@ def as_object(result: TrainingResult) -> str:
     fields: dict[str, Any] = asdict(result.summary)
     fields |= {"reasons": result.reasons, "report": str(result.report) if result.report else None, "next": next_command(result)}
     return orjson.dumps(fields).decode()
+
+
+def as_lines(result: TrainingResult) -> str:
+    """The same as lines with tabs; inner numbers have names with dots, such as `ends.completed`."""
+    fields: dict[str, Any] = asdict(result.summary) | {"report": result.report, "next": next_command(result)}
+    lines: list[PlainLine] = []
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            lines += [PlainLine(f"{name}.{key}", inner) for key, inner in cast("dict[str, Any]", value).items()]
+        elif isinstance(value, list | tuple):
+            lines += [PlainLine(name, inner) for inner in cast("list[Any]", value)]
+        else:
+            lines.append(PlainLine(name, value))
+    return plain_text(lines)
 
 
 def as_text(result: TrainingResult) -> str:
@@ -101,7 +115,8 @@ def _result_rows(result: TrainingResult) -> list[tuple[str, str]]:
     summary = result.summary
     rows = [("reward", f"{_change(summary.first_reward, summary.last_reward)}   {sparkline(result.rewards)}")]
     if summary.last_reward is not None:
-        rows.append(("", f"mean of the first {FIRST} graded rollouts → of the last {LAST}"))
+        first, last = (min(count, summary.rollouts) for count in (FIRST, LAST))
+        rows.append(("", f"mean of the first {first} graded rollouts → of the last {last}"))
     if summary.eval_after is not None:
         rows.append(("held-out", _change(summary.eval_before, summary.eval_after)))
     elif summary.eval_before is not None:
@@ -109,6 +124,7 @@ def _result_rows(result: TrainingResult) -> list[tuple[str, str]]:
     if summary.updates is not None and summary.steps:
         rows.append(("updates", f"{summary.updates} of {summary.steps} steps published a new version"))
     rows += [("", line) for line in wrap(summary.stalled, 66, break_long_words=False)]
+    rows += [("alarms", line) for line in wrap(", ".join(summary.alarms), 66)]
     rows += [("code", line) for change in summary.code_changes for line in wrap(f"{change}: rewards may not compare", 66)]
     rows += _exact_rows(summary)
     rows.append(("rollouts", f"{summary.rollouts:,}: {counts(summary.ends)}" if summary.ends else f"{summary.rollouts:,}"))

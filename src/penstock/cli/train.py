@@ -12,8 +12,8 @@ import typer
 
 from penstock.cli import dry_run
 from penstock.cli.interrupts import INTERRUPTED, TERMINATE_S, Interrupts
-from penstock.cli.output import warn
-from penstock.cli.summary import ResumeCommand, TrainingResult, as_object, as_text, learned_nothing
+from penstock.cli.output import PLAIN, check_format, warn
+from penstock.cli.summary import ResumeCommand, TrainingResult, as_lines, as_object, as_text, learned_nothing
 from penstock.errors import PenstockError
 from penstock.train.stalled import NOTHING_LEARNED
 from penstock.workspace.scaffold import CONFIG_FILE
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from penstock.config import RunConfig
     from penstock.run.inputs import Inputs
     from penstock.train.summary import Summary
+
+
+ALARMED = 4
+"""The exit code of a run that an alarm stopped."""
 
 
 def train(
@@ -35,6 +39,7 @@ def train(
         bool, typer.Option("--allow-code-change", help="Go on though the agent or grader was edited; the change is marked.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help=PLAIN)] = False,
     dry: dry_run.Option = False,
 ) -> None:
     """Train the policy of an agent, or take up a run where it stopped.
@@ -43,15 +48,22 @@ def train(
     """
     from penstock.workspace.opening import load_run_config
 
+    check_format(as_json=as_json, plain=plain)
     config = load_run_config(file, overrides or (), "train", warn=warn)
     resume = ResumeCommand(_command("train", file, overrides or []), evaluate=_command("eval run", file, overrides or []))
     if dry:
         dry_run.try_once(config, "train", as_json=as_json, following=resume.command)
-    run_training(config, resume, fresh=fresh, as_json=as_json, allow_code_change=allow_code_change)
+    run_training(config, resume, fresh=fresh, as_json=as_json, plain=plain, allow_code_change=allow_code_change)
 
 
 def run_training(
-    config: "RunConfig", resume: ResumeCommand, *, fresh: bool = False, as_json: bool = False, allow_code_change: bool = False
+    config: "RunConfig",
+    resume: ResumeCommand,
+    *,
+    fresh: bool = False,
+    as_json: bool = False,
+    plain: bool = False,
+    allow_code_change: bool = False,
 ) -> None:
     """Train, show the progress, and print the summary."""
     from penstock.cli.live import LiveView, RunState
@@ -59,7 +71,7 @@ def run_training(
     from penstock.run.inputs import read_inputs
     from penstock.train import REGISTRIES
 
-    view = LiveView(RunState(rollouts_per_step=config.rollout.group_size * config.rollout.groups_per_step))
+    view = LiveView(RunState(rollouts_per_step=config.rollout.group_size * config.rollout.groups_per_step), plain=plain)
     try:
         # what the author's code prints is not a result: it goes to stderr, like progress
         with contextlib.redirect_stdout(sys.stderr), view:
@@ -69,9 +81,9 @@ def run_training(
     except asyncio.CancelledError:
         warn(f"quit; to go on: {resume.command}")
         raise typer.Exit(INTERRUPTED) from None
-    _print_summary(summary, view, resume, as_json=as_json)
+    _print_summary(summary, view, resume, as_json=as_json, plain=plain)
     if summary.status == "stopped":
-        raise typer.Exit(INTERRUPTED)
+        raise typer.Exit(ALARMED if summary.stopped_by else INTERRUPTED)
     if learned_nothing(summary):
         raise typer.Exit(NOTHING_LEARNED)
 
@@ -93,7 +105,7 @@ async def _train(config: "RunConfig", inputs: "Inputs", view: "LiveView", **how:
         return await run(config, inputs, listener=view, stop=stop, **how)
 
 
-def _print_summary(summary: "Summary", view: "LiveView", resume: ResumeCommand, *, as_json: bool) -> None:
+def _print_summary(summary: "Summary", view: "LiveView", resume: ResumeCommand, *, as_json: bool, plain: bool) -> None:
     result = TrainingResult(
         summary=summary,
         rewards=view.state.rewards,
@@ -101,7 +113,7 @@ def _print_summary(summary: "Summary", view: "LiveView", resume: ResumeCommand, 
         report=_write_report(Path(summary.folder)),
         resume=resume,
     )
-    typer.echo(as_object(result) if as_json else as_text(result))
+    typer.echo(as_object(result) if as_json else as_lines(result) if plain else as_text(result))
 
 
 def _write_report(folder: Path) -> Path | None:
