@@ -8,7 +8,7 @@ import shutil
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import orjson
 import torch
@@ -92,13 +92,15 @@ def _rows(file: Path) -> Iterator[tuple[list[Any], list[Any]]]:
         if not line.strip():
             continue
         try:
-            row = orjson.loads(line)
-            messages, tools = row["messages"], row.get("tools") or []
+            row: Any = orjson.loads(line)
+            messages, tools = row["messages"], cast("list[Any]", row.get("tools") or [])
         except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as cause:
             raise ConfigError(f'{file}, line {number}: must be a JSON object with "messages"') from cause
-        if not (isinstance(messages, list) and all(isinstance(each, dict) and "role" in each for each in messages)):
+        if not (
+            isinstance(messages, list) and all(isinstance(each, dict) and "role" in each for each in cast("list[Any]", messages))
+        ):
             raise ConfigError(f'{file}, line {number}: "messages" must be a list of objects with a "role"')
-        yield messages, tools
+        yield cast("list[Any]", messages), tools
 
 
 def _replies(messages: list[Any], tools: list[Any], renderer: Renderer) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
