@@ -1,4 +1,4 @@
-"""Finds words in conversations: tasks, what agents sent, and replies; the newest groups first, as far as a second reaches."""
+"""Finds words in conversations: tasks, what agents sent, and replies; the newest groups first, as far as its time reaches."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -10,7 +10,7 @@ from penstock.pool.sql.database import PoolDatabase
 
 MAX_FOUND = 50
 """Rollouts on a page."""
-BUDGET_S = 1.0
+BUDGET_S = 0.7
 """How long one page may take; the next one goes on from there."""
 AROUND = 80
 """Characters shown on both sides of what was found."""
