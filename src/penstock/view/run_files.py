@@ -5,10 +5,9 @@ Metrics and events are read once and then only as far as they have grown, so tha
 
 import math
 import re
-import statistics
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -121,7 +120,7 @@ class MetricsTable:
             raise ValueError("a step has a number")
         values = {name: _number(entry.get(name)) for name in CURVES}
         rewards = [reward for reward in entry.get("rewards", []) if isinstance(reward, int | float)]
-        values["margin"] = 1.96 * statistics.stdev(rewards) / math.sqrt(len(rewards)) if len(rewards) > 1 else None
+        values["margin"] = _margin(rewards)
         rollouts, sampled = values["rollouts"], _number(entry.get("sampled_tokens"))
         values["length"] = sampled / rollouts if sampled is not None and rollouts else None
         for name, mean in component_values(entry).items():
@@ -222,6 +221,15 @@ class AlarmLog:
             if match.start() >= end:
                 end = block.index(b"\n", match.start()) + 1
                 yield block[block.rfind(b"\n", 0, match.start()) + 1 : end]
+
+
+def _margin(rewards: Sequence[float]) -> float | None:
+    """Returns 1.96 standard errors of the mean. `statistics.stdev` takes ten times as long, as it counts in fractions."""
+    count = len(rewards)
+    if count < 2:
+        return None
+    mean = math.fsum(rewards) / count
+    return 1.96 * math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / (count - 1) / count)
 
 
 def parse_event(line: bytes) -> dict[str, Any] | None:
