@@ -218,6 +218,8 @@ class TrainSection(Section):
     1 for checkpoints of up to 200 MB, and one more for each further 200 MB, up to 10."""
     checkpoints_kept: int = Field(default=2, ge=2)
     """The newest ones; at least two."""
+    on_alarm: Literal["warn", "stop", "rollback"] = "warn"
+    """When metrics say that the run goes wrong: tell, stop too, or also set the checkpoints since then aside (alarms.md)."""
     attack_grader: bool = True
     """Try worthless replies on the grader for some seconds before the first step, and warn of those that it rewards. Graders that
     seem to ask a service are left alone."""

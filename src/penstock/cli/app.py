@@ -139,7 +139,7 @@ def root(
 
     Results go to stdout, progress to stderr; --json on any command prints one JSON object instead of text.
 
-    Exit codes: 0 done, 1 failed, 2 bad input, 3 trained without learning anything, 130 stopped by Ctrl-C.
+    Exit codes: 0 done, 1 failed, 2 bad input, 3 trained without learning anything, 4 stopped by an alarm, 130 stopped by Ctrl-C.
     """
     if context.invoked_subcommand is None:
         typer.echo(MAP)

@@ -105,6 +105,7 @@ NOTICES = (
     "loop.moved",
     "code.changed",
     "train.stalled",
+    "train.alarm",
     "rollout.forged",
     "grading.refused",
     "checkpoint.damaged",

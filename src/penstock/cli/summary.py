@@ -115,7 +115,8 @@ def _result_rows(result: TrainingResult) -> list[tuple[str, str]]:
     summary = result.summary
     rows = [("reward", f"{_change(summary.first_reward, summary.last_reward)}   {sparkline(result.rewards)}")]
     if summary.last_reward is not None:
-        rows.append(("", f"mean of the first {FIRST} graded rollouts → of the last {LAST}"))
+        first, last = (min(count, summary.rollouts) for count in (FIRST, LAST))
+        rows.append(("", f"mean of the first {first} graded rollouts → of the last {last}"))
     if summary.eval_after is not None:
         rows.append(("held-out", _change(summary.eval_before, summary.eval_after)))
     elif summary.eval_before is not None:
@@ -123,6 +124,7 @@ def _result_rows(result: TrainingResult) -> list[tuple[str, str]]:
     if summary.updates is not None and summary.steps:
         rows.append(("updates", f"{summary.updates} of {summary.steps} steps published a new version"))
     rows += [("", line) for line in wrap(summary.stalled, 66, break_long_words=False)]
+    rows += [("alarms", line) for line in wrap(", ".join(summary.alarms), 66)]
     rows += [("code", line) for change in summary.code_changes for line in wrap(f"{change}: rewards may not compare", 66)]
     rows += _exact_rows(summary)
     rows.append(("rollouts", f"{summary.rollouts:,}: {counts(summary.ends)}" if summary.ends else f"{summary.rollouts:,}"))

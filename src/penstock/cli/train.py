@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from penstock.train.summary import Summary
 
 
+ALARMED = 4
+"""The exit code of a run that an alarm stopped."""
+
+
 def train(
     file: Annotated[Path, typer.Argument(metavar="[FILE.toml]", help="The run's config file.")] = Path(CONFIG_FILE),
     overrides: Annotated[
@@ -79,7 +83,7 @@ def run_training(
         raise typer.Exit(INTERRUPTED) from None
     _print_summary(summary, view, resume, as_json=as_json, plain=plain)
     if summary.status == "stopped":
-        raise typer.Exit(INTERRUPTED)
+        raise typer.Exit(ALARMED if summary.stopped_by else INTERRUPTED)
     if learned_nothing(summary):
         raise typer.Exit(NOTHING_LEARNED)
 

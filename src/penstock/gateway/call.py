@@ -57,6 +57,8 @@ class ModelCall:
     """A prompt without a chat template, as text or token ids; `messages` is then empty."""
     reads_calls: bool = False
     """Whether tool calls in the reply are parsed."""
+    keeps_call_text: bool = False
+    """Whether the content of the answer also has the text of its tool calls, for agents that parse it themselves."""
     forced: str | None = None
     """The tool that the reply must call, empty for any; None if the model may choose."""
     deferred: tuple[Tool, ...] = ()

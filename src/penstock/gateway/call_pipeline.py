@@ -103,7 +103,21 @@ class CallPipeline:
             steps = [await self._sample(context, samplings[0], 0)]
         else:
             steps = await self._sample_all(context, samplings)
-        await writer.finish(prompt, steps)
+        await writer.finish(prompt, [self._with_call_text(context, step) for step in steps])
+
+    def keep_call_text(self, call: ModelCall) -> ModelCall:
+        """The call of an agent that parses tool calls itself: the answer has their text too, and so may the messages."""
+        if not call.reads_calls:
+            return call
+        messages = tuple(self._source(call).parse_calls(message, call.tools) for message in call.messages)
+        return replace(call, messages=messages, keeps_call_text=True)
+
+    def _with_call_text(self, context: "CallContext", step: Step) -> Step:
+        """The step as the agent sees it."""
+        if not (context.call.keeps_call_text and step.message.get("tool_calls")):
+            return step
+        text = self._source(context.call).call_text(context.prompt, step)
+        return replace(step, message={**step.message, "content": text or step.message["content"]})
 
     async def history(self, session: Session, transcript: str) -> SessionHistory:
         return SessionHistory(session.last_request(transcript), await session.graph(self._pool))
@@ -174,7 +188,7 @@ class CallPipeline:
             await self._record_partial(context, sampling, reply, started, choice)
             raise
         step = await self._record(context, sampling, reply, started, choice)
-        await context.writer.finish_choice(choice, step)
+        await context.writer.finish_choice(choice, self._with_call_text(context, step))
         return step
 
     async def _generate(self, context: CallContext, sampling: Sampling, reply: ReplyBuilder, choice: int) -> None:
@@ -211,7 +225,7 @@ class CallPipeline:
         for choice, step in enumerate(steps):
             logprobs = step.full_logprobs or step.logprobs
             await context.writer.add(choice, deltas_of(step.message), step.completion_ids, logprobs)
-            await context.writer.finish_choice(choice, step)
+            await context.writer.finish_choice(choice, self._with_call_text(context, step))
 
     async def _record(self, context: CallContext, sampling: Sampling, reply: ReplyBuilder, started: float, choice: int) -> Step:
         metadata = StepMetadata(

@@ -22,6 +22,7 @@ from penstock.gateway.call_pipeline import CallPipeline
 from penstock.gateway.control import BoundedReward, SamplingBody
 from penstock.gateway.dialects.generate import flatten_nested
 from penstock.gateway.graph import TokenGraph
+from penstock.gateway.imported import IMPORTED, IMPORTED_KEY, NO_LOGPROBS, check_imported, import_steps
 from penstock.gateway.model_routes import PROMPT_UID
 from penstock.gateway.routes import DEFAULT_PROMPT, json_response
 from penstock.gateway.session import RESERVED_PREFIX, Sessions, pool_refusals
@@ -251,7 +252,7 @@ class FlowRoutes:
         return json_response({"status": "ok"})
 
     async def submit(self, request: Request) -> Response:
-        """Store the rewards of steps that were sampled here; all of them, or none."""
+        """Store the rewards of steps that were sampled here, all of them or none; steps of unknown trajectories are imported."""
         body = await self._read(request, StepsBody, self._limits.body_bytes)
         by_rollout: dict[str, list[StepBody]] = {}
         for index, step in enumerate(body.steps):
@@ -389,8 +390,11 @@ class RolloutSubmission(NamedTuple):
     """The submitted steps of one rollout, checked and not yet stored."""
 
     rollout_id: str
-    graph: TokenGraph
-    found: list[MatchedStep]
+    steps: Sequence[StepBody]
+    imported: Sequence[StepBody] = ()
+    """Those that were sampled elsewhere."""
+    unknown: bool = False
+    """Whether the rollout is not open here."""
 
 
 class Submissions:
@@ -405,30 +409,58 @@ class Submissions:
     async def take(self, by_rollout: Mapping[str, Sequence[StepBody]], channel: str | None) -> None:
         """Store the rewards of steps, and complete a rollout with its last one; RequestError before anything is stored."""
         accepted = [await self._accept(rollout_id, steps, channel) for rollout_id, steps in by_rollout.items()]
-        for rollout_id, graph, found in filter(None, accepted):
-            for each in found:
-                await self._store(rollout_id, each)
-            if any(submitted.is_last for submitted, _ in found):
-                await self._mark_others(rollout_id, graph)
-                await self._trajectories.finish(rollout_id)
+        for each in filter(None, accepted):
+            await self._import(each, channel)
+            graph = await (await self._sessions.get(each.rollout_id)).graph(self._pool)
+            for submitted in each.steps:
+                await self._store(each.rollout_id, self._find(graph, submitted))
+            if any(submitted.is_last for submitted in each.steps):
+                await self._mark_others(each.rollout_id, graph)
+                await self._trajectories.finish(each.rollout_id)
 
     async def _accept(self, rollout_id: str, steps: Sequence[StepBody], channel: str | None) -> RolloutSubmission | None:
         try:
             session = await self._sessions.get(rollout_id)
             graph = await session.graph(self._pool)
         except RequestError as error:
+            if error.code == "unknown_rollout":
+                check_imported(steps, self._vocabulary)
+                return RolloutSubmission(rollout_id, steps, imported=steps, unknown=True)
             if error.code not in ("rollout_complete", "rollout_ended"):
                 raise
             await self._check_repeated(rollout_id, steps, error)
             return None
         if channel not in (None, session.rollout.channel):
             self._pipeline.count("ignored:channel")
-        return RolloutSubmission(rollout_id, graph, [self._find(graph, submitted) for submitted in steps])
+        missing = [submitted for submitted in steps if find_step(graph.steps, submitted) is None]
+        if missing and IMPORTED_KEY in ((await self._pool.task(rollout_id)).metadata or {}):
+            check_imported(missing, self._vocabulary)
+            return RolloutSubmission(rollout_id, steps, imported=missing)
+        for submitted in missing:
+            raise RequestError(f"this step was not sampled here: {_difference(graph, submitted)}", status=409, code="not_sampled")
+        return RolloutSubmission(rollout_id, steps)
+
+    @property
+    def _vocabulary(self) -> int:
+        tokenizer: Any = self._pipeline.source.tokenizer
+        return tokenizer.core.get_vocab_size()
+
+    async def _import(self, submission: RolloutSubmission, channel: str | None) -> None:
+        """Open the trajectory if need be, and append what was sampled elsewhere."""
+        if not submission.imported:
+            return
+        if submission.unknown:
+            prompt_uid = submission.steps[0].prompt_uid or DEFAULT_PROMPT
+            opened = Registration(prompt_uid=prompt_uid, channel=channel, metadata={IMPORTED_KEY: True})
+            await self._trajectories.register(submission.rollout_id, opened)
+            await self._mark(Mark(rollout_id=submission.rollout_id, note=IMPORTED))
+        self._pipeline.count("imported_steps")
+        session = await self._sessions.get(submission.rollout_id)
+        await import_steps(self._pool, session, submission.imported, self._pipeline.source.tokenizer)
 
     def _find(self, graph: TokenGraph, submitted: StepBody) -> MatchedStep:
         step = find_step(graph.steps, submitted)
-        if step is None:
-            raise RequestError(f"this step was not sampled here: {_difference(graph, submitted)}", status=409, code="not_sampled")
+        assert step is not None, "`_accept` refuses steps that are not recorded"
         for name in submitted.ignored():
             self._pipeline.count(f"ignored:{name}")
         logprobs = submitted.rollout_log_probs
@@ -440,8 +472,10 @@ class Submissions:
 
     async def _store(self, rollout_id: str, found: MatchedStep) -> None:
         index, reward = found.recorded.index, found.submitted.reward
-        if reward is None:
+        if reward is None and not is_kept_out(found):
             await self._mark(Mark(rollout_id=rollout_id, step=index, note=SUBMITTED))
+        elif reward is None:
+            return
         else:
             await self._trajectories.grade(Grade(rollout_id=rollout_id, reward=reward, source=FLOW_SOURCE, step=index))
 
@@ -467,6 +501,11 @@ class Submissions:
                 raise late
 
 
+def is_kept_out(found: MatchedStep) -> bool:
+    """Whether it was imported without log-probabilities: it has no answer's name, and its mark says why."""
+    return not (found.recorded.answer or found.recorded.behaviour_known)
+
+
 def find_step(steps: Mapping[int, Step], submitted: StepBody) -> Step | None:
     """The recorded step with exactly these tokens; of several, the one with the submitted index."""
     digest, reply_ids = context_digest([*submitted.prompt_ids, *submitted.response_ids]), tuple(submitted.response_ids)
@@ -476,7 +515,7 @@ def find_step(steps: Mapping[int, Step], submitted: StepBody) -> Step | None:
 
 def _submitted(attempt: Attempt) -> set[int]:
     graded = {grade.step for grade in attempt.grades if grade.source == FLOW_SOURCE and grade.step is not None}
-    return graded | {mark.step for mark in attempt.marks if mark.note == SUBMITTED and mark.step is not None}
+    return graded | {mark.step for mark in attempt.marks if mark.note in (SUBMITTED, NO_LOGPROBS) and mark.step is not None}
 
 
 def _close(submitted: float, recorded: float) -> bool:

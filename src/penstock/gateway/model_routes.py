@@ -27,7 +27,11 @@ from penstock.sdk.routing import PLACEHOLDER_NAMES
 
 PROMPT_UID = "penstock.prompt_uid"
 """Scope key: the prompt's uid if the path or body names the rollout without a token of its own, else None."""
+NAMED_BY_PATH = "penstock.named_by_path"
+"""Scope key: whether the path names a trajectory and its prompt, as the base URL of a black-box agent does."""
 MAIN_TRANSCRIPT = "main"
+CHAT = "chat"
+"""The dialect of black-box agents, some of which parse tool calls themselves."""
 TEXT_DIALECTS = "use /v1/chat/completions, /v1/responses or /v1/messages"
 """The remedy for a request that needs tokens, at a policy that has none."""
 
@@ -84,8 +88,10 @@ class ModelRoute:
                 return
             caller = summary.caller = _of_session(caller, scope, body)
             session = await self._find(caller.rollout_id, scope[PROMPT_UID], is_retry=caller.is_retry)
+            is_black_box = scope[NAMED_BY_PATH]
             if caller.transcript == session.rollout.group_id:  # a path's `/{token}/{prompt}`: the prompt's uid, no transcript
-                caller = summary.caller = caller._replace(transcript=MAIN_TRANSCRIPT)
+                caller, is_black_box = caller._replace(transcript=MAIN_TRANSCRIPT), True
+                summary.caller = caller
             response.request = _request_digest(caller, self._dialect.path, body, session.last_request(caller.transcript))
             if response.request in session.failed_requests:
                 caller = caller._replace(is_retry=False)
@@ -95,6 +101,8 @@ class ModelRoute:
             with kept_request(session, caller.transcript):
                 parsed = parse_json(body, history.last_request.body.read)
                 caller, call = parse_call(self._pipeline, self._dialects, parsed, caller, session.sampling, history)
+            if is_black_box and self._name == CHAT:
+                call = self._pipeline.keep_call_text(call)
             summary.caller, summary.call = caller, call
         except PenstockError as error:
             await response.send_error(as_request_error(error))

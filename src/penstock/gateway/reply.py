@@ -174,7 +174,7 @@ class SampledReply(ReplyBuilder):
         self.full_logprobs += (chunk.full_logprobs or chunk.logprobs)[:used]
         self.behaviour_known = self.behaviour_known and chunk.behaviour_known
         self.versions += chunk.versions[:used]
-        deltas = self._issue(pieces)
+        deltas = self.issue(pieces)
         finish = "stop" if self._text.stopped else chunk.finish
         return deltas if finish is None else [*deltas, *self.end(finish)]
 
@@ -184,13 +184,14 @@ class SampledReply(ReplyBuilder):
         self.finish = finish
         pieces = self._text.finish()
         second = self._second_call(pieces)
-        deltas = self._issue(pieces[:second])
+        deltas = self.issue(pieces[:second])
         if second < len(pieces):
             self._cut()
         return deltas
 
     def _add_until_second_call(self, chunk: SampledChunk) -> list[Delta]:
         deltas: list[Delta] = []
+        self.behaviour_known = self.behaviour_known and chunk.behaviour_known
         for place, token_id in enumerate(chunk.ids):
             _, pieces = self._text.push([token_id])
             self.ids.append(token_id)
@@ -198,7 +199,7 @@ class SampledReply(ReplyBuilder):
             self.full_logprobs.append((chunk.full_logprobs or chunk.logprobs)[place])
             self.versions.append(chunk.versions[place])
             second = self._second_call(pieces)
-            deltas += self._issue(pieces[:second])
+            deltas += self.issue(pieces[:second])
             if second < len(pieces):
                 self._cut()
                 return deltas
@@ -228,12 +229,13 @@ class SampledReply(ReplyBuilder):
         """Whether these tokens alone are a reply with the same calls and, white space aside, the same text."""
         text = self._make_text()
         alone = SampledReply(lambda: text, seed=self._seed, prefill=self._prefill)
-        alone._issue([*text.push(ids).pieces, *text.finish()])
+        alone.issue([*text.push(ids).pieces, *text.finish()])
         again = alone.message()
         same = [(message.get("tool_calls"), (message["content"] or "").strip()) for message in (again, said)]
         return same[0] == same[1]
 
-    def _issue(self, pieces: list[Piece]) -> list[Delta]:
+    def issue(self, pieces: Sequence[Piece]) -> list[Delta]:
+        """Add parsed pieces; returns what the agent sees of them."""
         deltas: list[Delta] = []
         for piece in pieces:
             if isinstance(piece, ToolCall):

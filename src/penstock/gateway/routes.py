@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from penstock.errors import PenstockError, RequestError
 from penstock.gateway.auth import Access, GatewayTokens
 from penstock.gateway.dialects.chat import error_body
-from penstock.gateway.model_routes import PROMPT_UID, as_request_error
+from penstock.gateway.model_routes import NAMED_BY_PATH, PROMPT_UID, as_request_error
 from penstock.gateway.pending_response import RETRYABLE_STATUSES, retry_after
 from penstock.http.asgi import header
 from penstock.http.listen import host_name
@@ -67,6 +67,7 @@ class Routes:
             named_by_id = rollout_id == token  # then the second segment is the prompt's uid
             scope["transcript"] = "" if named_by_id else transcript
             scope[PROMPT_UID] = (transcript or DEFAULT_PROMPT) if named_by_id else None
+            scope[NAMED_BY_PATH] = named_by_id and bool(token)
             await route.endpoint(scope, receive, send)
         except PenstockError as error:
             refusal = as_request_error(error)

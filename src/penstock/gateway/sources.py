@@ -1,6 +1,7 @@
 """Sources of replies: an engine that samples token ids after a rendered prompt, or an endpoint that returns text."""
 
 import asyncio
+import re
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
@@ -14,6 +15,7 @@ from penstock.chat.grammars import grammar_problem
 from penstock.chat.media import as_text, media_of
 from penstock.chat.parsers.base import Reasoning, ReplyParser, Text
 from penstock.chat.renderer import Renderer
+from penstock.chat.templates import Tool
 from penstock.config import EngineSection
 from penstock.engines import ENGINES
 from penstock.engines.base import Engine, SampledChunk, TokenPath
@@ -33,7 +35,10 @@ from penstock.gateway.dialects.base import DialectTokenizer
 from penstock.gateway.graph import TokenGraph
 from penstock.gateway.prompt import ContextBound, RootCache, make_prompt
 from penstock.gateway.reply import Delta, ReplyBuilder, ReplyText, SampledReply
-from penstock.records import Finish, Message, ReplyGrammar, Sampling, Usage
+from penstock.records import Finish, Message, ReplyGrammar, Sampling, Step, Usage
+
+CLOSING_TAG = re.compile(r"\s*</\w+>")
+"""Of reasoning, before the rest of a reply."""
 
 
 class CallGrammar(NamedTuple):
@@ -83,6 +88,14 @@ class ReplySource(Protocol):
 
     def generate(self, call: ModelCall, prompt: Prompt, sampling: Sampling, *, rollout_id: str) -> AsyncGenerator[Any, None]:
         """The chunks of one choice; closing the generator cancels the request."""
+        ...
+
+    def call_text(self, prompt: Prompt, step: Step) -> str:
+        """The text of a reply with its tool calls as they were sampled, without its reasoning; empty if it is not known."""
+        ...
+
+    def parse_calls(self, message: Message, tools: Sequence[Tool]) -> Message:
+        """A message of the assistant whose content has the text of tool calls, with these parsed; others as they are."""
         ...
 
     def facts(self) -> dict[str, object]:
@@ -173,6 +186,22 @@ class TokenSource:
     ) -> AsyncGenerator[SampledChunk, None]:
         return self.engine.generate(prompt.ids, sampling, rollout_id=rollout_id)
 
+    def call_text(self, prompt: Prompt, step: Step) -> str:
+        decoder, reasoning = self._renderer.decoder(), step.message.get("reasoning_content")
+        text = prompt.forced_prefix + decoder.push(step.completion_ids) + decoder.finish()
+        return (CLOSING_TAG.sub("", text.rpartition(reasoning)[2], count=1) if reasoning else text).strip()
+
+    def parse_calls(self, message: Message, tools: Sequence[Tool]) -> Message:
+        content = message.get("content")
+        if message["role"] != "assistant" or not isinstance(content, str) or not content:
+            return message
+        parser = self._renderer.parser(calls=True, eager=False, tools=tools, prompt=())
+        parsed = SampledReply(lambda: ReplyText(self._renderer.decoder(), (), parser), seed="")
+        parsed.issue([*parser.push(content), *parser.finish()])
+        if not parsed.calls:
+            return message
+        return {"tool_calls": parsed.message()["tool_calls"], **message, "content": parsed.message()["content"]}
+
     def facts(self) -> dict[str, object]:
         """What was verified of the chat template."""
         result = self._renderer.bridge.result
@@ -262,6 +291,12 @@ class TextEndpointSource:
             format=call.format,
         )
         return self.engine.complete(asked, rollout_id=rollout_id)
+
+    def call_text(self, prompt: Prompt, step: Step) -> str:
+        return ""
+
+    def parse_calls(self, message: Message, tools: Sequence[Tool]) -> Message:
+        return message
 
     def facts(self) -> dict[str, object]:
         return {"relayed": True}

@@ -161,10 +161,11 @@ def _difference(registration: Registration, attempt: Attempt, task: Task) -> str
         return None
     if registration.prompt_uid is not None and registration.prompt_uid != kept[_PROMPT]:
         return _PROMPT
-    own = {name: value for name, value in kept.items() if name != _PROMPT and not name.startswith(RESERVED_PREFIX)}
-    if (
-        registration.metadata is not None
-        and {name: value for name, value in registration.metadata.items() if name != _PROMPT} != own
-    ):
+    if registration.metadata is not None and _own_metadata(registration.metadata) != _own_metadata(kept):
         return "metadata"
     return "sampling" if registration.sampling is not None and dict(registration.sampling) != changed_sampling(task) else None
+
+
+def _own_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """What the caller set of it."""
+    return {name: value for name, value in metadata.items() if name != _PROMPT and not name.startswith(RESERVED_PREFIX)}

@@ -187,8 +187,9 @@ class Writer:
     """Hands writes to a thread that commits them in batches. `explain` turns database errors into those that callers see.
 
     The first write is committed alone; those that arrive while it goes to disk share the next commit. So many concurrent callers
-    cost few syncs, and a single one waits for nobody. After a shared commit the next one waits a moment for as many writes. A
-    write that was queued is done even if its caller is cancelled; the cancellation then propagates.
+    cost few syncs, and a single one waits for nobody. After a shared commit the next one waits a moment for as many values; not
+    for other writes, which do not come in numbers. A write that was queued is done even if its caller is cancelled; the
+    cancellation then propagates.
     """
 
     def __init__(self, database: PoolDatabase, explain: Explain, *, limit: int = 1024) -> None:
@@ -250,7 +251,7 @@ class Writer:
         """Wait for the next batch; empty once the writer is closed and everything is written."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._closed)
-            if self._last_batch > 1:
+            if self._last_batch > 1 and any(pending.operation for pending in self._queue):
                 self._wake_at = self._last_batch
                 self._changed.wait_for(lambda: len(self._queue) >= self._wake_at or self._closed, GATHER_S)
                 self._wake_at = 1

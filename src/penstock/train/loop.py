@@ -29,12 +29,13 @@ from penstock.rollout.scheduler import TOO_FEW
 from penstock.run.folder import COMPONENT
 from penstock.run.shortfalls import ScoredEnd, shortfalls, shortfalls_json
 from penstock.system.heap import trim_heap
+from penstock.train.alarms import Alarm, new_alarms
 from penstock.train.batches import Batch
 from penstock.train.credit import CreditedSequences, credit_groups, teaches_nothing
 from penstock.train.held_out import BackgroundEvaluation, refuse_all_failed
 from penstock.train.learner import UpdateMetrics, UpdateResult, total_metrics
 from penstock.train.memory import peak_memory
-from penstock.train.policy import Publication, checkpoint_interval, save
+from penstock.train.policy import ROLLED_BACK, Publication, checkpoint_interval, roll_back, save
 from penstock.train.policy_groups import group_of
 from penstock.train.scores import ScoreWriter
 from penstock.train.sequences import behaviour_unknown_tokens, breaks, exactness
@@ -125,10 +126,10 @@ async def train_steps(
     run: TrainingRun, progress: TrainProgress, stop: asyncio.Event, background: BackgroundEvaluation
 ) -> TrainProgress:
     """Trains until `train.steps` are done or `stop` is set. On return, all trained steps are in a checkpoint."""
-    section, idle = run.config.train, list[dict[str, Any]]()
+    section, idle, history, alarmed = run.config.train, list[dict[str, Any]](), run.folder.metrics(), list[Alarm]()
     speed = await SamplingSpeed.begin(run.pool)
     async with ScoreWriter(run.folder.path) as scores:
-        while progress.step < section.steps and not stop.is_set():
+        while progress.step < section.steps and not stop.is_set() and not alarmed:
             background.begin(progress.step)
             run.events.emit("step.start", step=progress.step + 1, version=progress.version)
             clock = Stopwatch()
@@ -143,15 +144,38 @@ async def train_steps(
             entry |= {"tokens_per_s": await speed.lap(), **background.ended(), **progress.fallback._asdict()}
             progress = replace(progress, fallback=NO_FALLBACK)
             await scores.write(progress.step, ready.update.parts)
+            history.append(entry)
+            alarms = new_alarms(history, run.folder.evaluations().get("before-0"))
+            entry["alarms"] = [alarm.name for alarm in alarms]
             run.folder.add_metrics(entry)
             if progress.step % checkpoint_interval(section, run.learners) == 0:
                 progress = await save_checkpoint(run, progress)
             run.events.emit("train.step", **entry)
+            for alarm in alarms:
+                run.events.emit("train.alarm", **alarm._asdict())
+            alarmed = alarms if section.on_alarm != "warn" else []
             idle = [*idle, entry] if progress.version == version else []
             if idle and len(idle) % STALLED_STEPS == 0:
                 run.events.emit("train.stalled", steps=len(idle), text=f"step {progress.step}: {why_idle(idle)}")
             run.rollouts.advance(progress.step)
-    return await save_checkpoint(run, progress) if progress.leases else progress
+    progress = await save_checkpoint(run, progress) if progress.leases else progress
+    if alarmed:
+        await stop_for_alarm(run, alarmed, to_earlier=section.on_alarm == "rollback")
+        stop.set()
+    return progress
+
+
+async def stop_for_alarm(run: TrainingRun, alarms: list[Alarm], *, to_earlier: bool) -> None:
+    """Tell why the run stops. To roll back, set the checkpoints since the signs aside: the next process goes on before them."""
+    kinds, since = ", ".join(alarm.name for alarm in alarms), min(alarm.since for alarm in alarms)
+    text = f"stopped for {kinds} (train.on_alarm); the same command goes on"
+    if to_earlier:
+        kept, gone = await asyncio.to_thread(roll_back, run.folder.checkpoints, since)
+        if kept is None:
+            text += f", from here: no checkpoint of step {since} or before is left; keep more of them (train.checkpoints_kept)"
+        else:
+            text += f" from step {kept.step}, version {kept.number}; {len(gone)} later checkpoints are kept as *{ROLLED_BACK}"
+    run.events.emit("notice", text=text, alarms=[alarm.name for alarm in alarms])
 
 
 async def next_step(run: TrainingRun, progress: TrainProgress, clock: "Stopwatch", stop: asyncio.Event) -> ReadyStep | None:

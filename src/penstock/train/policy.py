@@ -46,7 +46,7 @@ from penstock.train.learner import Learner
 
 PART = ".part"
 """Suffix of a file or folder that is being written or removed."""
-DAMAGED = ".damaged"
+DAMAGED, ROLLED_BACK = ".damaged", ".rolled-back"
 """Suffix of a checkpoint that was set aside."""
 
 MOST_STEPS, BYTES_PER_STEP = 10, 200_000_000
@@ -142,15 +142,24 @@ def find_intact(checkpoints: Path, run: str) -> IntactCheckpoint:
     return IntactCheckpoint(None, damaged)
 
 
-def set_aside(folder: Path) -> Path:
-    """Renames a damaged checkpoint, so that no reader takes it for a version any more; returns its new path."""
-    number, target = 1, folder.with_suffix(DAMAGED)
+def set_aside(folder: Path, suffix: str = DAMAGED) -> Path:
+    """Renames a checkpoint, so that no reader takes it for a version any more; returns its new path."""
+    number, target = 1, folder.with_suffix(suffix)
     while target.exists():
         number += 1
-        target = folder.with_suffix(f"{DAMAGED}{number}")
-    with _disk_errors(f"checkpoint {folder} is damaged and could not be set aside"):
+        target = folder.with_suffix(f"{suffix}{number}")
+    with _disk_errors(f"checkpoint {folder} could not be set aside"):
         folder.rename(target)
     return target
+
+
+def roll_back(checkpoints: Path, step: int) -> tuple[PolicyVersion | None, list[Path]]:
+    """Renames the checkpoints after `step`; returns the newest that is left, and the new paths. Without an earlier one, none is."""
+    found = [(folder, read_state(folder).version) for folder in _complete(checkpoints)]
+    kept = [version for _, version in found if version.step <= step]
+    if not kept:
+        return None, []
+    return kept[-1], [set_aside(folder, ROLLED_BACK) for folder, version in found if version.step > step]
 
 
 def check_all(checkpoints: Path, run: str) -> dict[Path, str | None]:

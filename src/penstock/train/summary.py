@@ -73,6 +73,10 @@ class Summary:
     """Steps that published a version; None of a run that an earlier penstock summed up."""
     stalled: str = ""
     """Why the last steps made no update, and what to do; empty if the last one did."""
+    alarms: list[str] = field(default_factory=list[str])
+    """What was raised, with the step; see `train.on_alarm`."""
+    stopped_by: str = ""
+    """The alarms that stopped it; empty if none did."""
     code_changes: list[str] = field(default_factory=list[str])
     """When the author's code changed while the run went on, and in which files."""
     peak_memory_mb: float | None = None
@@ -119,6 +123,8 @@ async def summarize(run: TrainingRun, progress: TrainProgress, before: float | N
         peak_memory_mb=max((entry["peak_memory_mb"] for entry in metrics if entry.get("peak_memory_mb")), default=None),
         updates=sum(new != old for old, new in pairwise([0, *(entry["version"] for entry in metrics)])),
         stalled=why_idle(idle_steps(metrics)),
+        alarms=[f"{kind} at step {entry['step']}" for entry in metrics for kind in entry.get("alarms", ())],
+        stopped_by=", ".join(metrics[-1].get("alarms", ())) if metrics and not done and run.config.train.on_alarm != "warn" else "",
         code_changes=[change.text for change in code_changes(run.folder)],
         resumed=run.folder.resumed,
     )

@@ -193,6 +193,7 @@ class AlarmLog:
         "executor.server_down": "a rollout server was down",
         "grading.refused": "a grade was refused",
         "train.wait": "the trainer waited long",
+        "train.alarm": "the metrics say that the run goes wrong",
         "notice": "notice",
     }
     KEPT: ClassVar[int] = 50

@@ -8,7 +8,9 @@ from gateway_flow_cases import generate, opened, run, run_open, step_of, submit
 
 from penstock.errors import GraderError
 from penstock.pool import POOLS
-from penstock.records import End, Sampling
+from penstock.pool.paging import iterate_groups
+from penstock.records import End, Group, Sampling
+from penstock.train.sequences import exactness, sequences
 
 TALK = [{"role": "system", "content": "Be brief."}, USER]
 
@@ -117,6 +119,57 @@ def test_a_step_that_was_not_sampled_here_is_refused_with_what_differs_and_nothi
     run(steps, ["Hi there."])
 
 
+ELSEWHERE = {"prompt_ids": [3, 4, 5], "response_ids": [6, 7], "trajectory_uid": "far-1", "prompt_uid": "p7", "policy_version": 2}
+NEXT = {**ELSEWHERE, "prompt_ids": [3, 4, 5, 6, 7, 8], "response_ids": [9], "step_index": 1, "is_last": True}
+
+
+def test_steps_of_a_trajectory_that_was_not_opened_here_are_imported_with_their_tokens():
+    async def steps(http, bench, engine):
+        first = ELSEWHERE | {"rollout_log_probs": [-0.5, -0.25]}
+        last = NEXT | {"rollout_log_probs": [-1.0], "reward": 1.0}
+        assert (await submit(http, first, channel="val")).json() == {"accepted": 1}
+        assert (await submit(http, last)).status_code == (await submit(http, last)).status_code == 200
+        attempt = await bench.pool.attempt("far-1")
+        one, two = attempt.steps
+        assert (attempt.rollout.channel, attempt.end, attempt.reward) == ("val", End.COMPLETED, 1.0)
+        assert [mark.note for mark in attempt.marks if mark.step is None] == ["imported"]
+        assert (one.completion_ids, one.logprobs, one.versions, one.behaviour_known) == ((6, 7), (-0.5, -0.25), (2, 2), True)
+        assert [(node.parent, node.token_ids) for node in attempt.nodes] == [(None, (3, 4, 5)), (0, (8,))]
+        assert (two.completion_ids, exactness(attempt).rate) == ((9,), 1.0)
+
+    run_open(steps)
+
+
+def test_imported_steps_are_trained_only_if_their_log_probabilities_were_given():
+    async def steps(http, bench, engine):
+        given = ELSEWHERE | {"rollout_log_probs": [-0.5, -0.25]}
+        assert (await submit(http, given, NEXT | {"reward": 1.0})).status_code == 200
+        attempt = await bench.pool.attempt("far-1")
+        group = Group(id="g", seq=0, task=await bench.pool.task("far-1"), channel="train", attempts=(attempt,))
+        (only,) = sequences(group, [1.0], recompute=True).sequences
+        assert (only.token_ids, only.trained) == ((3, 4, 5, 6, 7), (False, False, False, True, True))
+        assert {mark.note for mark in attempt.marks if not mark.trainable} == {"imported without log-probabilities"}
+
+    run_open(steps)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"prompt_ids": []}, "prompt_ids are empty"),
+        ({"response_ids": [99999]}, "token 99999"),
+        ({"policy_version": -1}, "counted from 0"),
+    ],
+)
+def test_steps_that_cannot_be_imported_are_refused_and_nothing_is_opened(change, words):
+    async def steps(http, bench, engine):
+        response = await submit(http, ELSEWHERE | change)
+        assert response.status_code == 422 and words in response.json()["detail"]
+        assert not await bench.pool.channels()
+
+    run_open(steps)
+
+
 def test_the_last_step_completes_the_rollout_and_takes_out_what_was_never_submitted():
     async def steps(http, bench, engine):
         answers = [await generate(http, "t1", {"role": "user", "content": text}) for text in ("a", "b", "c")]
@@ -201,7 +254,8 @@ def test_steps_of_several_rollouts_are_taken_together_or_not_at_all():
         both = [step_of(one, reward=1.0, is_last=True), step_of(other, reward=0.0)]
         assert (await submit(http, *both)).json() == {"accepted": 2}
         assert ((await bench.pool.attempt("t1")).end, (await bench.pool.attempt("t2")).end) == (End.COMPLETED, None)
-        assert (await submit(http, step_of(one | {"trajectory_uid": "nobody"}))).status_code == 404
+        assert (await submit(http, step_of(one | {"trajectory_uid": "elsewhere"}), wrong)).status_code == 409
+        assert "elsewhere" not in {group.attempts[0].rollout.id async for group in iterate_groups(bench.pool, "train")}
 
     run_open(steps, ["Hi.", "Ho."])
 

@@ -78,6 +78,40 @@ def test_tool_calls_are_parsed_for_agents_and_their_turns_go_on_with_the_same_to
     asyncio.run(main())
 
 
+def test_an_agent_that_reads_calls_out_of_the_content_takes_its_second_turn_on_the_same_tokens():
+    """As Claw-R1's own GSM8K agent does: it looks for the markup in the content, and sends back the content alone."""
+
+    async def main():
+        async with opened([f"So. {CALL}", "It is 42."], is_open=True, serves=True) as (bench, engine):
+            uid, base_url = await begun(bench.http())
+            client = agent(bench, base_url)
+            first = (await ask(client, USER, tools=[TOOL])).choices[0].message
+            assert first.content == f"So. {CALL}" and first.tool_calls[0].function.name == "multiply"
+            turn = [{"role": "assistant", "content": first.content}, {"role": "tool", "tool_call_id": "call_0", "content": "42"}]
+            second = await ask(client, USER, *turn, tools=[TOOL])
+            assert second.choices[0].message.content == "It is 42."
+            assert engine.prompts[1][: len(engine.prompts[0])] == engine.prompts[0]
+            attempt = await bench.pool.attempt(uid)
+            assert not [node.reason for node in attempt.nodes if node.reason]
+            assert attempt.steps[0].message["content"] == "So." and len(attempt.steps[0].message["tool_calls"]) == 1
+
+    asyncio.run(main())
+
+
+def test_the_text_of_calls_is_streamed_too_under_a_base_url_and_nowhere_else():
+    async def main():
+        async with opened([f"So. {CALL}"] * 2, is_open=True, serves=True) as (bench, _):
+            client = agent(bench, (await begun(bench.http()))[1])
+            chunks = [chunk async for chunk in await ask(client, tools=[TOOL], stream=True)]
+            assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == f"So. {CALL}"
+            session = await bench.rollout()
+            plain = {"model": "m", "messages": [USER], "tools": [TOOL]}
+            answer = (await bench.http(session.token).post("/v1/chat/completions", json=plain)).json()
+            assert answer["choices"][0]["message"]["content"] == "So."
+
+    asyncio.run(main())
+
+
 def test_a_uid_from_init_is_32_hexadecimal_digits_and_opens_its_own_model_routes_only():
     async def main():
         async with opened(["Hi."]) as (bench, _):
@@ -245,7 +279,7 @@ def test_what_cannot_be_honoured_is_refused_and_what_can_reaches_the_engine():
         assert (await http.post(path, json={"messages": [USER], **fields})).status_code == 200
         asked = engine.samplings[0]
         assert (asked.stop, asked.seed, asked.top_k, asked.min_p) == (("END",), 7, 5, 0.1)
-        for name, value in {"presence_penalty": 1.0, "response_format": {"type": "xml"}}.items():
+        for name, value in {"logit_bias": {"1": 1}, "response_format": {"type": "xml"}}.items():
             refused = await http.post(path, json={"messages": [USER], name: value})
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
 

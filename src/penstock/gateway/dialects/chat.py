@@ -5,13 +5,13 @@ from typing import Any
 
 import orjson
 
-from penstock.chat.parsers.base import Reasoning
+from penstock.chat.parsers.base import Reasoning, Text
 from penstock.chat.templates import flatten
 from penstock.errors import RequestError
 from penstock.gateway.call import ConversationHistory, ModelCall
 from penstock.gateway.dialects import fields
 from penstock.gateway.dialects.base import DialectTokenizer, ModelAnswer, UnsentTokens
-from penstock.gateway.dialects.fields import SAMPLING_FIELDS, read_sampling, refuse_unsupported
+from penstock.gateway.dialects.fields import HARMLESS, SAMPLING_FIELDS, check_harmless, read_sampling, refuse_unsupported
 from penstock.gateway.reply import CallDelta, Delta, sse_data, tool_call
 from penstock.records import Message, Sampling, Step
 
@@ -25,11 +25,7 @@ LABELS = frozenset({"user", "metadata", "store", "service_tier", "safety_identif
 """Fields that do not affect sampling; ignored without a notice."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
     "logit_bias": ({},),
-    "top_logprobs": (0,),
     "modalities": (["text"],),
     "ignore_eos": (False,),
     "min_tokens": (0,),
@@ -42,8 +38,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "functions": (),
     "function_call": ("none",),
-    "prediction": (),
-    "web_search_options": (),
     "chat_template": (),
     "documents": (),
     "structured_outputs": (),
@@ -102,7 +96,8 @@ class ChatDialect:
             logprobs=fields.flag(body, "logprobs"),
             token_ids=fields.flag(body, "return_token_ids"),
             ignored=(
-                *(sorted(others - LABELS - NEUTRAL.keys()) if others else ()),
+                *(sorted(others - LABELS - NEUTRAL.keys() - HARMLESS.keys()) if others else ()),
+                *(check_harmless(body) if others else ()),
                 *fields.unmet_tool_choice(body.get("tool_choice")),
             ),
         )
@@ -141,6 +136,8 @@ class ChatEvents:
         self._answer = answer
         self._tokenizer = tokenizer
         self._head = _head(answer, "chat.completion.chunk")
+        self._texts = [""] * answer.call.choices
+        """By choice, the content sent so far."""
 
     def start(self) -> bytes:
         choices = [_entry(choice, {"role": "assistant", "content": ""}) for choice in range(self._answer.call.choices)]
@@ -151,6 +148,8 @@ class ChatEvents:
 
     def delta(self, choice: int, deltas: list[Delta], unsent: UnsentTokens) -> bytes:
         changes: list[dict[str, Any]] = [_change(delta) for delta in deltas]
+        if self._answer.call.keeps_call_text:
+            self._texts[choice] += "".join(delta.text for delta in deltas if isinstance(delta, Text))
         if not changes and unsent.ids and (self._answer.call.token_ids or self._answer.call.logprobs):
             changes = [{}]  # tokens without visible text must still be sent
         parts = [self._event(choice, change) for change in changes[:-1]]
@@ -159,7 +158,9 @@ class ChatEvents:
         return b"".join(parts)
 
     def finish_choice(self, choice: int, step: Step, unsent: UnsentTokens) -> bytes:
-        return self._event(choice, {}, finish=_finish(step), unsent=unsent)
+        content = step.message["content"] if self._answer.call.keeps_call_text and step.message.get("tool_calls") else None
+        rest = {"content": content.removeprefix(self._texts[choice])} if content else {}
+        return self._event(choice, rest, finish=_finish(step), unsent=unsent)
 
     def finish(self, steps: list[Step]) -> bytes:
         usage = b""

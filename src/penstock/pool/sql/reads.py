@@ -1,6 +1,6 @@
 """The reads of a pool, in SQL. What is read is checked against its checksums."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from penstock.pool import rules
@@ -23,12 +23,20 @@ from penstock.pool.rows import (
 )
 from penstock.pool.rules import GroupState, sum_counters
 from penstock.pool.sql.database import Cursor, PoolDatabase
+from penstock.pool.sql.writes import chunks, placeholders
 from penstock.records import Attempt, Grade, Group, Mark, Node, Rollout, Step, Task
 
 _NODES = f"SELECT {', '.join(column_names(Node))} FROM nodes WHERE rollout_id = ? AND id >= ? ORDER BY id"
 _STEPS = f"SELECT {', '.join(column_names(Step))} FROM steps WHERE rollout_id = ? AND id >= ? ORDER BY id"
 _GRADES = f"SELECT {', '.join(column_names(Grade))} FROM grades WHERE rollout_id = ? ORDER BY position"
 _MARKS = f"SELECT {', '.join(column_names(Mark))} FROM marks WHERE rollout_id = ? ORDER BY id"
+_PARTS: dict[str, tuple[type[Any], str]] = {
+    "nodes": (Node, "id"),
+    "steps": (Step, "id"),
+    "grades": (Grade, "position"),
+    "marks": (Mark, "id"),
+}
+"""The tables of a rollout's records: their kind, and the column that orders them."""
 _ROLLOUT = """SELECT record, crc, ended, message, seal,
     EXISTS (SELECT 1 FROM nodes WHERE rollout_id = r.id AND id >= ?),
     EXISTS (SELECT 1 FROM steps WHERE rollout_id = r.id AND id >= ?),
@@ -51,9 +59,40 @@ def read_attempt(database: PoolDatabase, rollout_id: str, *, first_step: int = 0
     nodes, steps, grades, marks = (
         _rows(database.execute(*query)) if any_rows else iter(()) for query, any_rows in zip(queries, non_empty, strict=True)
     )
-    attempt = build_attempt(rollout_id, AttemptRows(RecordRow(record, (), crc), end, nodes, steps, grades, marks))
-    is_whole = not first_step and not first_node
-    verify_rollout(rollout_id, end, checksum, _parts(attempt) if is_whole else None)
+    rows = AttemptRows(RecordRow(record, (), crc), end, nodes, steps, grades, marks)
+    return _verified_attempt(rollout_id, rows, checksum, is_whole=not first_step and not first_node)
+
+
+def read_attempts(database: PoolDatabase, rollout_ids: Sequence[str]) -> list[Attempt]:
+    """Read whole rollouts, with one statement for each table instead of each rollout."""
+    attempts: list[Attempt] = []
+    for ids in chunks(rollout_ids):
+        query = f"SELECT id, record, crc, ended, message, seal FROM rollouts WHERE id IN ({placeholders(ids)})"
+        heads = {name: head for name, *head in database.execute(query, ids).fetchall()}
+        parts = [_part_rows(database, table, ids) for table in _PARTS]
+        for name in ids:
+            if name not in heads:
+                raise rules.unknown_rollout(name)
+            record, crc, ended, message, checksum = heads[name]
+            rows = AttemptRows(RecordRow(record, (), crc), StoredEnd(ended, message), *(part.get(name, []) for part in parts))
+            attempts.append(_verified_attempt(name, rows, checksum, is_whole=True))
+    return attempts
+
+
+def _part_rows(database: PoolDatabase, table: str, rollout_ids: Sequence[str]) -> dict[str, list[RecordRow]]:
+    kind, order = _PARTS[table]
+    chosen = f"FROM {table} WHERE rollout_id IN ({placeholders(rollout_ids)}) ORDER BY rollout_id, {order}"
+    found: dict[str, list[RecordRow]] = {}
+    for name, record, *columns, crc in database.execute(
+        f"SELECT rollout_id, {', '.join(column_names(kind))} {chosen}", rollout_ids
+    ):
+        found.setdefault(name, []).append(RecordRow(record, tuple(columns), crc))
+    return found
+
+
+def _verified_attempt(rollout_id: str, rows: AttemptRows, checksum: bytes | None, *, is_whole: bool) -> Attempt:
+    attempt = build_attempt(rollout_id, rows)
+    verify_rollout(rollout_id, rows.end, checksum, _parts(attempt) if is_whole else None)
     verify_attempt(rollout_id, attempt)
     if is_whole:
         verify_graph(rollout_id, attempt)
@@ -132,10 +171,10 @@ def read_stats(database: PoolDatabase, channel: str | None) -> PoolStats:
 def _build_group(database: PoolDatabase, row: tuple[Any, ...]) -> Group:
     group_id, seq, channel, min_size, checksum, record, crc = row
     query = "SELECT id FROM rollouts WHERE group_id = ? AND current = 1 ORDER BY place"
-    attempts = tuple(read_attempt(database, found[0]) for found in database.execute(query, (group_id,)).fetchall())
+    attempts = read_attempts(database, [found[0] for found in database.execute(query, (group_id,)).fetchall()])
     task = decode_row(Task, RecordRow(record, (), crc), f"the task of group {group_id!r}")
     verify_group(GroupHeader(group_id, channel, seq, min_size), checksum, task, [attempt.rollout for attempt in attempts])
-    return Group(id=group_id, seq=seq, task=task, channel=channel, attempts=attempts)
+    return Group(id=group_id, seq=seq, task=task, channel=channel, attempts=tuple(attempts))
 
 
 def _parts(attempt: Attempt) -> PartCounts:

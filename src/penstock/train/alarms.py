@@ -1,0 +1,225 @@
+"""Signs in a run's metrics that it goes wrong: what is seen, since when, where to look, and what to try.
+
+They tell what is the case over some steps. None is proof, and a run can be gamed without any of them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
+from typing import Any, NamedTuple
+
+Entries = Sequence[Mapping[str, Any]]
+"""Lines of metrics.jsonl, oldest first."""
+
+WINDOW = 5
+"""Steps that each sign is taken over, at the start and at the end."""
+SOLVED = 0.9
+"""Share of the highest reward from which a task counts as solved: a solved one may well have little entropy and equal groups."""
+
+
+class Sign(NamedTuple):
+    text: str
+    values: dict[str, float]
+    """What was measured, by name."""
+
+
+class Alarm(NamedTuple):
+    name: str
+    step: int
+    since: int
+    """The last step before the signs."""
+    text: str
+    values: dict[str, float]
+    group_id: str
+    """A group of the last step, where to look first."""
+
+
+def new_alarms(entries: Entries, start_reward: float | None = None) -> list[Alarm]:
+    """Returns the alarms that the last step raised; one that the step before raised too is not told again.
+
+    `start_reward` is that of the held-out evaluation before training.
+    """
+    before, now = _signs(entries[:-1], start_reward), _signs(entries, start_reward)
+    if not now:
+        return []
+    last = entries[-1]
+    group_id = next(iter(last.get("group_ids", ())), "")
+    since = max(0, int(last["step"]) - WINDOW)
+    return [
+        Alarm(kind, last["step"], since, f"step {last['step']}: {sign.text}", sign.values, group_id)
+        for kind, sign in now.items()
+        if kind not in before
+    ]
+
+
+def _signs(entries: Entries, start_reward: float | None) -> dict[str, Sign]:
+    if len(entries) < 2 * WINDOW:  # the start and the end must not overlap
+        early = {name: SIGNS[name] for name in FROM_THE_START}
+        return _raised(early, entries, start_reward) if len(entries) >= WINDOW else {}
+    return _raised(SIGNS, entries, start_reward)
+
+
+def _raised(signs: Mapping[str, "Check"], entries: Entries, start_reward: float | None) -> dict[str, Sign]:
+    made = {name: check(entries, start_reward) for name, check in signs.items()}
+    return {name: sign for name, sign in made.items() if sign is not None}
+
+
+Check = Callable[[Entries, float | None], Sign | None]
+
+
+def _entropy_collapse(entries: Entries, _: float | None) -> Sign | None:
+    first, last = _trained(entries[:WINDOW], "entropy"), _trained(entries[-WINDOW:], "entropy")
+    if first is None or last is None or last > 0.1 * first or _solved(entries) or _rising(entries):
+        return None
+    text = f"entropy fell from {first:.3g} to {last:.3g} while the reward stands at {_mean(entries[-WINDOW:], 'reward'):.3g}"
+    return Sign(
+        f"{text}: the policy has stopped trying other replies; raise train.entropy or sampling.temperature, or lower train.lr",
+        {"entropy_first": first, "entropy_last": last},
+    )
+
+
+def _length_explosion(entries: Entries, _: float | None) -> Sign | None:
+    first, last = _length(entries[:WINDOW]), _length(entries[-WINDOW:])
+    if first == 0 or last < 3 * first or _gain(entries) > 0.05 * _spread(entries):
+        return None
+    return Sign(
+        f"rollouts grew from {first:.0f} to {last:.0f} sampled tokens without more reward: look at what they repeat; set "
+        "train.overlong or sampling.max_tokens, or train.mean = 'token' if the loss favours length",
+        {"tokens_first": first, "tokens_last": last},
+    )
+
+
+def _equal_groups(entries: Entries, _: float | None) -> Sign | None:
+    recent = entries[-WINDOW:]
+    equal, groups = (sum(int(entry.get(name, 0)) for entry in recent) for name in ("groups_equal", "groups"))
+    if not groups or equal < 0.9 * groups or _solved(entries):
+        return None
+    return Sign(
+        f"in {equal} of the last {groups} groups all rewards were equal, so they taught nothing: take tasks that succeed "
+        "sometimes, a larger rollout.group_size, partial credit in the grader, or train.dynamic_sampling",
+        {"groups_equal": equal, "groups": groups},
+    )
+
+
+def _held_out_flat(entries: Entries, start_reward: float | None) -> Sign | None:
+    measured = [float(entry["eval_reward"]) for entry in entries if entry.get("eval_reward") is not None]
+    measured = [*([start_reward] if start_reward is not None else []), *measured]
+    gain = _gain(entries)
+    if len(measured) < 3 or gain < 0.2 * _spread(entries):
+        return None
+    held_out = fmean(measured[-2:]) - measured[0]
+    if held_out > 0.25 * gain:
+        return None
+    return Sign(
+        f"the reward rose by {gain:.3g} in training, and by {held_out:.3g} on held-out tasks: the policy learns the tasks by "
+        "heart or games the grader; read its best rollouts, add tasks, try: penstock grader attack",
+        {"gain": gain, "held_out_gain": held_out},
+    )
+
+
+def _one_pattern(entries: Entries, _: float | None) -> Sign | None:
+    first, last = _commonest(entries[:WINDOW]), _commonest(entries[-WINDOW:])
+    if last < 0.6 or last < 2 * first or _gain(entries) < 0.1 * _spread(entries):
+        return None
+    reply = entries[-1]["replies"]["commonest"]["text"]
+    return Sign(
+        f"{last:.0%} of the replies are the same ({first:.0%} at first), and the reward rose: {reply[:80]!r} may be all that the "
+        "grader wants; try: penstock grader attack",
+        {"share_first": first, "share_last": last},
+    )
+
+
+def _mismatch(entries: Entries, _: float | None) -> Sign | None:
+    divergence, gap = _trained(entries[-WINDOW:], "kl_behaviour"), _trained(entries[-WINDOW:], "logprob_gap")
+    if divergence is None or gap is None or divergence < 0.05:
+        return None
+    return Sign(
+        f"engine and trainer disagree: KL {divergence:.3g}, up to {gap:.3g} in a log-probability: check with penstock verify; "
+        "lower rollout.max_staleness, serve in float32, or take train.loss = 'icepop'",
+        {"kl_behaviour": divergence, "logprob_gap": gap},
+    )
+
+
+def _importance_at_the_cap(entries: Entries, _: float | None) -> Sign | None:
+    share = _trained(entries[-WINDOW:], "importance_high")
+    if share is None or share < 0.05:
+        return None
+    return Sign(
+        f"{share:.0%} of the trained tokens are at least twice as likely as when they were sampled, so their weights are cut: "
+        "lower rollout.max_staleness, train.updates_per_step or train.lr",
+        {"importance_high": share},
+    )
+
+
+def _lost(entries: Entries, _: float | None) -> Sign | None:
+    recent = entries[-WINDOW:]
+    rollouts = sum(int(entry.get("rollouts", 0)) for entry in recent)
+    completed = sum(int(entry.get("ends", {}).get("completed", 0)) for entry in recent)
+    stale, groups = (sum(int(entry.get(name, 0)) for entry in recent) for name in ("groups_stale", "groups"))
+    if rollouts and completed < 0.5 * rollouts:
+        ends = {end for entry in recent for end in entry["ends"]} - {"completed"}
+        text = (
+            f"{rollouts - completed} of {rollouts} rollouts did not complete ({', '.join(sorted(ends))}): see what was lost and why"
+        )
+        return Sign(f"{text} with penstock view", {"rollouts": rollouts, "completed": completed})
+    if groups and stale >= groups:
+        return Sign(
+            f"{stale} groups were dropped as too old while {groups} were trained: raise rollout.max_staleness or lower "
+            "rollout.concurrency",
+            {"groups_stale": stale, "groups": groups},
+        )
+    return None
+
+
+SIGNS: dict[str, Check] = {
+    "entropy_collapse": _entropy_collapse,
+    "length_explosion": _length_explosion,
+    "equal_groups": _equal_groups,
+    "held_out_flat": _held_out_flat,
+    "one_pattern": _one_pattern,
+    "logprob_gap": _mismatch,
+    "importance_at_cap": _importance_at_the_cap,
+    "lost_rollouts": _lost,
+}
+"""By the kind of alarm."""
+FROM_THE_START = ("equal_groups", "logprob_gap", "importance_at_cap", "lost_rollouts")
+"""Signs that compare nothing with the start of the run."""
+
+
+def _mean(entries: Entries, name: str) -> float:
+    return fmean(float(entry[name]) for entry in entries)
+
+
+def _trained(entries: Entries, name: str) -> float | None:
+    """The mean over steps that trained something; None unless most did."""
+    values = [float(entry.get(name, 0.0)) for entry in entries if entry.get("trained_tokens")]
+    return fmean(values) if 2 * len(values) > len(entries) else None
+
+
+def _length(entries: Entries) -> float:
+    rollouts = sum(int(entry.get("rollouts", 0)) for entry in entries)
+    return sum(int(entry.get("sampled_tokens", 0)) for entry in entries) / rollouts if rollouts else 0.0
+
+
+def _commonest(entries: Entries) -> float:
+    found = [entry["replies"]["commonest"] for entry in entries if entry.get("replies")]
+    return fmean(each["count"] / each["of"] for each in found) if found else 0.0
+
+
+def _spread(entries: Entries) -> float:
+    """How far apart rewards of this run lie; 1 while all are equal."""
+    rewards = [reward for entry in entries for reward in entry["rewards"]]
+    return max(rewards) - min(rewards) or 1.0 if rewards else 1.0
+
+
+def _gain(entries: Entries) -> float:
+    return _mean(entries[-WINDOW:], "reward") - _mean(entries[:WINDOW], "reward")
+
+
+def _rising(entries: Entries) -> bool:
+    """Whether the last steps got clearly more than those before them."""
+    return _mean(entries[-WINDOW:], "reward") - _mean(entries[-2 * WINDOW : -WINDOW], "reward") > 0.05 * _spread(entries)
+
+
+def _solved(entries: Entries) -> bool:
+    rewards = [reward for entry in entries for reward in entry["rewards"]]
+    return bool(rewards) and max(rewards) > 0 and _mean(entries[-WINDOW:], "reward") >= SOLVED * max(rewards)

@@ -1,0 +1,153 @@
+"""Every advantage and every loss learns: real records, credit, batches and updates, around a decoder small enough for seconds.
+
+Each rollout has two turns of two tokens. A turn is right if its first token is in the wanted half of the vocabulary, and each
+turn wants another half. The rollout earns 1 if both are right; each step is graded too.
+"""
+
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from training_cases import SHAPE, VOCAB
+
+from penstock.config import TrainSection
+from penstock.engines.embedded.decoder import Decoder, causal
+from penstock.records import Attempt, End, Grade, Group, Node, Sampling, Step, Task, make_rollout
+from penstock.train.advantages import ADVANTAGES
+from penstock.train.algorithm import Advantage, load_advantage
+from penstock.train.credit import credit_groups
+from penstock.train.learner import Learner
+from penstock.train.losses import LOSSES
+
+GROUPS, SIZE, STEPS, REPLY = 4, 8, 14, 2
+SETTINGS: dict[str, dict[str, Any]] = {"pass_at_k": {"k": 2}, "gae": {"value_lr": 3e-2}}
+
+
+def make_policy(seed: int) -> Decoder:
+    torch.manual_seed(seed)
+    decoder = Decoder(SHAPE)
+    for parameter in decoder.parameters():
+        torch.nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.1)
+    return decoder
+
+
+@torch.no_grad()
+def reply(decoder: Decoder, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Samples the next tokens of each row; returns them and their log-probabilities."""
+    logprobs: list[torch.Tensor] = []
+    for _ in range(REPLY):
+        hidden = decoder(ids, torch.arange(ids.shape[1]).expand(ids.shape), causal)[:, -1]
+        scores = decoder.logits(hidden).log_softmax(-1)
+        drawn = torch.multinomial(scores.exp(), 1)
+        logprobs.append(scores.gather(1, drawn))
+        ids = torch.cat((ids, drawn), 1)
+    return ids[:, -REPLY:], torch.cat(logprobs, 1)
+
+
+def sample_groups(decoder: Decoder, number: int) -> list[Group]:
+    prompts = [torch.tensor([[1, 2 + task]] * SIZE) for task in range(GROUPS)]
+    ids, turns = torch.cat(prompts), list[tuple[torch.Tensor, torch.Tensor]]()
+    for glue in ([], [0, 7]):
+        ids = torch.cat((ids, torch.tensor([glue] * len(ids), dtype=torch.long)), 1)
+        turns.append(reply(decoder, ids))
+        ids = torch.cat((ids, turns[-1][0]), 1)
+    groups: list[Group] = []
+    for task in range(GROUPS):
+        name = f"train-{number}-{task}"
+        attempts = tuple(attempt(name, place, task, turns, task * SIZE + place) for place in range(SIZE))
+        groups.append(Group(id=name, seq=number, task=Task(id=name, prompt=()), channel="train", attempts=attempts))
+    return groups
+
+
+def attempt(group: str, place: int, task: int, turns: list[tuple[torch.Tensor, torch.Tensor]], row: int) -> Attempt:
+    rollout = make_rollout(group, group, place)
+    nodes = [((1, 2 + task), None), ((0, 7), 0)]
+    steps, right = list[Step](), list[bool]()
+    for index, (ids, logprobs) in enumerate(turns):
+        tokens = tuple(ids[row].tolist())
+        right.append((tokens[0] < VOCAB // 2) == (index == 0))
+        steps.append(
+            Step(
+                rollout_id=rollout.id,
+                index=index,
+                node=index,
+                transcript="main",
+                completion_ids=tokens,
+                logprobs=tuple(logprobs[row].tolist()),
+                versions=(0,) * REPLY,
+                sampling=Sampling(),
+                finish="stop",
+                message={},
+                chain="",
+            )
+        )
+    own = [Grade(rollout_id=rollout.id, reward=float(each), source="test", step=index) for index, each in enumerate(right)]
+    whole = Grade(rollout_id=rollout.id, reward=float(all(right)), source="test")
+    made = [
+        Node(rollout_id=rollout.id, id=at, parent=parent, token_ids=ids, chain="", messages=())
+        for at, (ids, parent) in enumerate(nodes)
+    ]
+    return Attempt(rollout=rollout, end=End.COMPLETED, nodes=tuple(made), steps=tuple(steps), grades=(whole, *own))
+
+
+def run_of(section: TrainSection, learner: Learner, advantage: Advantage) -> Any:
+    """What `credit_groups` reads of a run."""
+    return SimpleNamespace(config=SimpleNamespace(train=section), learners={"": learner}, advantage=advantage, replay=None)
+
+
+@cache
+def learnt(seed: int, **changes: Any) -> float:
+    """The mean reward of the last rollouts of a run."""
+    chosen = {key: dict(value) if key.endswith("_settings") else value for key, value in changes.items()}
+    section = TrainSection.model_validate({"lr": 1e-2, "steps": STEPS, "updates_per_step": 2, **chosen})
+    decoder = make_policy(seed)
+    learner, found = Learner(decoder, section), list[float]()
+    run = run_of(section, learner, load_advantage(section))
+    for number in range(STEPS):
+        groups = sample_groups(decoder, number)
+        found += [sum(group.rewards) / SIZE for group in groups]
+        credit = credit_groups(groups, run)[""]
+        if not credit.sequences:
+            continue
+        batch = learner.pack(credit.sequences, rollouts=credit.counts["rollouts"])
+        proximal = None
+        for _ in range(section.updates_per_step):
+            proximal = learner.compute(batch, proximal).proximal
+            learner.apply()
+    return sum(found[-3 * GROUPS :]) / (3 * GROUPS)
+
+
+def beats_control(**changes: Any) -> None:
+    control, made = learnt(0, lr=0.0), learnt(0, **changes)
+    assert made > control + 0.3, f"{made:.2f}, without learning {control:.2f}"
+
+
+@pytest.mark.parametrize("name", [name for name in ADVANTAGES if name != "distill"])  # which has no rewards: test_distill.py
+def test_every_advantage_learns(name: str):
+    beats_control(advantage=name, advantage_settings=tuple(SETTINGS.get(name, {}).items()))
+
+
+@pytest.mark.parametrize("name", list(LOSSES))
+def test_every_loss_learns(name: str):
+    beats_control(loss=name)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"loss": "gspo", "loss_settings": (("level", "turn"),)},
+        {"kl": 0.01, "kl_estimator": "k1", "kl_in": "reward"},
+        {"kl": 0.01, "kl_reference": "moving"},
+        {"entropy": 0.003},
+        {"optimizer": "muon"},
+        {"optimizer": "adafactor", "lr": 3e-2},
+        {"schedule": "cosine", "warmup_updates": 2},
+        {"mean": "token"},
+        {"overlong": (1, 100)},
+    ],
+    ids=str,
+)
+def test_it_learns_with_every_switch(changes: dict[str, Any]):
+    beats_control(**changes)
