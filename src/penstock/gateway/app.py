@@ -29,6 +29,7 @@ from penstock.gateway.routes import FunctionEndpoint, Route, Routes, json_respon
 from penstock.gateway.session import Session, Sessions
 from penstock.gateway.shared_counters import Peers
 from penstock.gateway.sources import no_tokens_error
+from penstock.gateway.stored_responses import StoredResponses
 from penstock.gateway.trajectories import Trajectories
 from penstock.http.listen import base_url, bind, is_loopback, known_names
 from penstock.pool.base import Pool
@@ -170,6 +171,7 @@ class Gateway:
         control = ControlRoutes(pool, self._sessions, self._limits)
         routes = [
             *self._model_routes(),
+            Route("GET", "/v1/responses/{response}", Access.MODEL, FunctionEndpoint(self._stored_responses(pool).get)),
             Route("GET", "/v1/models", Access.MODEL, FunctionEndpoint(self._models)),
             Route("GET", "/v1/models/{model}", Access.MODEL, FunctionEndpoint(self._model)),
             Route("GET", f"/v1/models/{PLACEHOLDER_MODEL}", Access.MODEL, FunctionEndpoint(self._model)),
@@ -185,6 +187,9 @@ class Gateway:
         ]
         refuse = FunctionEndpoint(self._refuse_closed)
         return [route._replace(endpoint=refuse) if route.access in self._closed else route for route in routes]
+
+    def _stored_responses(self, pool: Pool) -> StoredResponses:
+        return StoredResponses(self._pipeline, self._trajectories.session, pool)
 
     def _model_routes(self) -> list[Route]:
         limits, pipeline, find, response_cache = self._limits, self._pipeline, self._trajectories.session, ResponseCache()

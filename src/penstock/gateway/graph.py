@@ -164,6 +164,10 @@ class TokenGraph:
                 return steps
         return None
 
+    def answer(self, name: str) -> list[Step]:
+        """The steps of an answer; empty if it is unknown."""
+        return [self.steps[index] for index in self._steps_of.get(name, ())]
+
     def messages(self, answer: str) -> tuple[Message, ...] | None:
         """All messages on the path of an answer's first choice, its reply included; None for an unknown answer."""
         steps = self._steps_of.get(answer)
@@ -194,7 +198,7 @@ class TokenGraph:
         """All tokens up to the end of `step`'s reply."""
         reply = self.steps[step]
         node, prompt = self._last_prompt
-        return (prompt if node == reply.node else self._path(reply.node)).then(reply.completion_ids)
+        return (prompt if node == reply.node else self.path(reply.node)).then(reply.completion_ids)
 
     def keep_prompt(self, node: int, ids: TokenPath) -> None:
         """Keep the prompt that ends with `node`: the next call most likely continues a reply to it."""
@@ -207,9 +211,10 @@ class TokenGraph:
 
     def prompt(self, node: int) -> tuple[int, ...]:
         """The prompt that ends with `node`, as the engine got it."""
-        return tuple(self._path(node))
+        return tuple(self.path(node))
 
-    def _path(self, node: int) -> TokenPath:
+    def path(self, node: int) -> TokenPath:
+        """See `prompt`."""
         parts: list[tuple[int, ...]] = []
         at: int | None = node
         while at is not None:

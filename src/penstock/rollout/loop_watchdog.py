@@ -158,7 +158,8 @@ class LoopWatchdog:
         what = block.work.what if block.work else "the agent"
         if block.where not in self._told:
             self._told.add(block.where)
-            text = f"{what} blocks the event loop at {block.where}: the gateway and all other rollouts wait; {REMEDY}"
+            waiting = "the gateway and all other rollouts" if self._breaks_off else "all other rollouts of this process"
+            text = f"{what} blocks the event loop at {block.where}: {waiting} wait; {REMEDY}"
             self._events.emit("loop.blocked", what=what, where=block.where, text=text)
 
     def _where(self, frame: FrameType, *, own_only: bool = False) -> str:

@@ -6,6 +6,8 @@ from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import cache
+from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -13,6 +15,7 @@ from penstock.config import RolloutSection, run_secrets
 from penstock.errors import EngineError, GraderError, PoolError, PoolFailed, WorkerLost, WorkflowError
 from penstock.events import Events
 from penstock.pool.base import AFTER_ALL, Pool
+from penstock.pool.rules import graded_before
 from penstock.records import VOID, Attempt, End, Grade, Mark, Message, Rollout, Sampling, Task
 from penstock.rollout.author_tasks import AuthorTasks
 from penstock.rollout.executors import EXECUTORS
@@ -172,7 +175,7 @@ class Runner:
         grades, message = self._grades(rollout.id, outcome.rewards), self.redactor.text(outcome.message)
         attempt = Attempt(rollout=rollout, end=outcome.end, message=message, grades=grades)
         try:
-            stored = await self.pool.end(rollout.id, outcome.end, message, grades, only_grades=self.sole_grader and bool(grades))
+            stored = await self._store_end(rollout.id, outcome.end, message, grades)
         except PoolFailed:
             raise
         except PoolError as refused:  # it has ended meanwhile and takes no grades, or something else has graded it
@@ -185,6 +188,15 @@ class Runner:
             attempt = await self.pool.attempt(rollout.id)
         self._emit_end(rollout, attempt, started)
         return attempt.end
+
+    async def _store_end(self, rollout_id: str, end: End, message: str, grades: tuple[Grade, ...]) -> bool:
+        if not (self.sole_grader and grades):
+            return await self.pool.end(rollout_id, end, message, grades)
+        if _takes_only_grades(type(self.pool)):
+            return await self.pool.end(rollout_id, end, message, grades, only_grades=True)
+        if (await self.pool.attempt(rollout_id, first_step=AFTER_ALL, first_node=AFTER_ALL)).grades:
+            raise graded_before(rollout_id)
+        return await self.pool.end(rollout_id, end, message, grades)
 
     async def _void_forged_end(self, rollout_id: str) -> None:
         """Takes a rollout out of everything that counts if something else has completed it, and not a group's deadline."""
@@ -208,6 +220,12 @@ class Runner:
             reward=attempt.reward,
             seconds=round(time.perf_counter() - started, 3),
         )
+
+
+@cache
+def _takes_only_grades(kind: type[Pool]) -> bool:
+    """Whether its `end` can refuse; pools of plug-ins from before it could are asked for grades first."""
+    return "only_grades" in signature(kind.end).parameters
 
 
 def no_call_message(result: WorkflowResult) -> str:

@@ -12,6 +12,7 @@ from penstock.events import Events
 from penstock.rollout.author_tasks import AuthorTasks, one_line
 from penstock.rollout.executors.base import artifacts_dir
 from penstock.rollout.in_process import InProcessAgent
+from penstock.rollout.loop_watchdog import LoopWatchdog
 from penstock.rollout.processes.job_protocol import AgentJob, failure_result, read_samples
 from penstock.rollout.processes.preload import preload_clients
 from penstock.rollout.scratch import ScratchFolders
@@ -63,7 +64,8 @@ class AgentFlowWorker:
         try:
             agent = self._spec.load()
             await asyncio.to_thread(preload_clients, agent.entry.parent.resolve())  # else the first rollouts' deadlines pay for it
-            self._work = InProcessAgent(agent, AuthorTasks(agent.entry.parent, events, grace_s=self._grace_s))
+            watchdog = LoopWatchdog(agent.entry.parent, events, breaks_off=False)
+            self._work = InProcessAgent(agent, AuthorTasks(agent.entry.parent, events, grace_s=self._grace_s, watchdog=watchdog))
         except PenstockError as error:
             problem = one_line(error)
         node = own_node()

@@ -13,7 +13,7 @@ def install_command(*extras: str) -> str:
         declared = []
     wanted = [each for each in declared if each.marker and any(each.marker.evaluate({"extra": extra}) for extra in extras)]
     if not wanted:
-        return f"pip install '.[{','.join(extras)}]' in a checkout of penstock"
+        return f"pip install '.[{','.join(extras)}]' in the checkout"
     options = (f"[{','.join(sorted(each.extras))}]" if each.extras else "" for each in wanted)
     names = dict.fromkeys(f"'{each.name}{more}{each.specifier}'" for each, more in zip(wanted, options, strict=True))
     return f"pip install {' '.join(names)}"

@@ -7,7 +7,7 @@ Only `apply` writes them; call it inside `engine.swap`.
 import copy
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -36,6 +36,7 @@ from penstock.train.masters import MasterWeights
 from penstock.train.memory import PassMemory
 from penstock.train.optimizers import make_optimizer
 from penstock.train.schedules import lr_share
+from penstock.train.teachers import ServedTeacher
 from penstock.train.value_head import ValueHead
 
 MAX_HALVINGS = 6
@@ -129,12 +130,13 @@ class Learner:
         adapter: Adapter | None = None,
         exact: Mapping[str, Tensor] | None = None,
         seed: int = 0,
+        teacher: Decoder | ServedTeacher | None = None,
     ) -> None:
         """Masters start at the values in `exact`, else at the trained weights. `seed` decides how they are rounded.
 
         `adapter` is attached to a decoder that shares the tensors of the given one, which then stay as they are.
         """
-        self.section, self.adapter = section, adapter
+        self.section, self.adapter, self._teacher = section, adapter, teacher
         self.decoder = decoder if adapter is None else share_decoder(decoder)
         self._loss: Callable[[LossTokens], Loss] = load_loss(section)
         self._moving: Mapping[str, Tensor] = {}
@@ -299,6 +301,7 @@ class Learner:
         self, sequences: SequenceOf[Sequence], rewards: SequenceOf[list[float]], advantage: Advantage
     ) -> list[Sequence]:
         values = self._expect(sequences, rewards, getattr(getattr(advantage, "settings", None), "discount", 1.0))
+        judged = self._judge(sequences, needs_of(advantage))
         tokens = [
             SequenceTokens(
                 rollout_id=sequence.rollout_id,
@@ -306,12 +309,23 @@ class Learner:
                 rewards=earned,
                 logprobs=list(compress(sequence.logprobs, sequence.trained)),
                 values=expected,
-                teacher=[],
+                teacher=teacher,
             )
-            for sequence, earned, expected in zip(sequences, rewards, values, strict=True)
+            for sequence, earned, expected, teacher in zip(sequences, rewards, values, judged, strict=True)
         ]
         credit = zip(sequences, advantage(tokens), strict=True)
         return [replace(sequence, advantages=_placed(sequence, values)) for sequence, values in credit]
+
+    def _judge(self, sequences: SequenceOf[Sequence], needs: Collection[str]) -> list[list[float]]:
+        """Returns the teacher's log-probabilities of the trained tokens of each sequence, where they are needed."""
+        if "teacher" not in needs:
+            return [[] for _ in sequences]
+        if self._teacher is None:
+            raise TrainError(f"train.advantage = {self.section.advantage!r} needs a teacher; give the learner one")
+        if isinstance(self._teacher, ServedTeacher):
+            return self._teacher.logprobs(sequences)
+        batch = self.pack(sequences, rollouts=1)
+        return _by_sequence(self.logprobs(batch, self._teacher), batch, sequences)
 
     def _expect(self, sequences: SequenceOf[Sequence], rewards: SequenceOf[list[float]], discount: float) -> list[list[float]]:
         """Returns what the value head expects at each trained token, and keeps what it is to be trained on."""
@@ -343,11 +357,9 @@ class Learner:
         if self._reference is None or not sequences:
             return [[] for _ in sequences]
         batch = self.pack(sequences, rollouts=1)
-        columns, order = batch.columns(), np.argsort(batch.columns().token)
-        sampled = torch.from_numpy(columns.logprob).to(self.decoder.device).float()  # pyright: ignore[reportUnknownMemberType]
+        sampled = torch.from_numpy(batch.columns().logprob).to(self.decoder.device).float()  # pyright: ignore[reportUnknownMemberType]
         gaps = ESTIMATORS[self.section.kl_estimator](sampled, self.logprobs(batch, self._reference))
-        flat = iter(cast("list[float]", gaps.cpu()[torch.from_numpy(order)].tolist()))  # pyright: ignore[reportUnknownMemberType]
-        return [[next(flat) for flag in sequence.trained if flag] for sequence in sequences]
+        return _by_sequence(gaps, batch, sequences)
 
     def apply(self) -> None:
         """Takes one optimizer step in place; does nothing without gradients."""
@@ -594,6 +606,13 @@ class _ChunkResult(NamedTuple):
     entropy: Tensor
     total: Tensor
     """[]: the chunk's share of the loss."""
+
+
+def _by_sequence(values: Tensor, batch: Batch, sequences: SequenceOf[Sequence]) -> list[list[float]]:
+    """Returns values of terms, in the order of computation, by the sequences of the batch and their trained tokens."""
+    order = torch.from_numpy(np.argsort(batch.columns().token))  # pyright: ignore[reportUnknownMemberType]
+    flat = iter(cast("list[float]", values.cpu()[order].tolist()))
+    return [[next(flat) for flag in sequence.trained if flag] for sequence in sequences]
 
 
 def _placed(sequence: Sequence, values: SequenceOf[float]) -> tuple[float, ...]:

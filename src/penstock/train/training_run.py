@@ -27,12 +27,14 @@ from penstock.run.folder import RunFolder
 from penstock.run.inputs import Inputs
 from penstock.run.opening import open_pool, open_rollout_runner, sampling
 from penstock.run.policies import trained_policies
+from penstock.train.advantages.base import needs_of
 from penstock.train.algorithm import Advantage, load_advantage
 from penstock.train.allowed import AllowedReplay
 from penstock.train.learner import Learner
 from penstock.train.learner_device import load_learner_decoder, memory_split, refuse_learner_settings, sleeping
 from penstock.train.policy import AdapterPublisher, FolderPublisher, InPlacePublisher, PolicyPublishers, Publisher
 from penstock.train.publication import ServerPublisher, publication_ways
+from penstock.train.teachers import open_teacher
 
 
 class RolloutSource(Protocol):
@@ -186,15 +188,19 @@ def open_learners(decoder: Decoder, config: RunConfig, inputs: Inputs) -> dict[s
 def open_learner(decoder: Decoder, config: RunConfig, inputs: Inputs) -> Learner:
     """Make the learner of a run. If `decoder` is in bfloat16, its masters are read from the start policy's files."""
     section, seed, weight = config.train, config.run.seed, decoder.embed.weight
+    advantage = load_advantage(section)
+    teacher = None
+    if "teacher" in needs_of(advantage):
+        teacher = open_teacher(getattr(advantage, "settings", None), inputs.folder, like=weight)
     try:
         if section.method == "lora":
             settings = AdapterConfig(
                 section.rank, section.alpha, section.target_modules, inputs.folder.absolute(), model_digest(inputs.folder)
             )
             adapter = Adapter(decoder.shape, settings, device=weight.device, dtype=weight.dtype, seed=seed)
-            return Learner(decoder, section, adapter=adapter, seed=seed)
+            return Learner(decoder, section, adapter=adapter, seed=seed, teacher=teacher)
         exact = read_weights(inputs.folder) if weight.dtype == torch.bfloat16 else None
-        return Learner(decoder, section, exact=exact, seed=seed)
+        return Learner(decoder, section, exact=exact, seed=seed, teacher=teacher)
     except torch.OutOfMemoryError as cause:
         raise TrainError(
             "the GPU's memory is too small for the trainer's copy of the weights; set engine.cache_tokens to less, "

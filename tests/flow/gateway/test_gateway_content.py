@@ -246,3 +246,17 @@ def test_allowed_tools_force_a_call_if_they_must_and_the_rest_is_counted(mode, f
         assert talk.bench.gateway.counts["ignored:tool_choice.allowed_tools"] == 1
 
     run([CALL if not forces else "{}}\n</tool_call>"], steps)
+
+
+def test_a_response_can_be_read_again_by_its_id_in_its_own_rollout():
+    async def steps(talk):
+        first = (await talk.post("responses", input="Look.", tools=TOOLS["responses"])).json()
+        http = talk.bench.http(talk.session.token)
+        again = (await http.get(f"/v1/responses/{first['id']}")).json()
+        same = ("id", "status", "output", "usage", "created_at", "model", "completed_at")
+        assert {name: again[name] for name in same} == {name: first[name] for name in same}
+        assert (await http.get("/v1/responses/resp_unknown")).status_code == 404
+        other = await talk.bench.rollout()
+        assert (await talk.bench.http(other.token).get(f"/v1/responses/{first['id']}")).status_code == 404
+
+    run([CALL], steps)

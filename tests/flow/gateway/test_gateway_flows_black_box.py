@@ -279,7 +279,7 @@ def test_what_cannot_be_honoured_is_refused_and_what_can_reaches_the_engine():
         assert (await http.post(path, json={"messages": [USER], **fields})).status_code == 200
         asked = engine.samplings[0]
         assert (asked.stop, asked.seed, asked.top_k, asked.min_p) == (("END",), 7, 5, 0.1)
-        for name, value in {"presence_penalty": 1.0, "response_format": {"type": "xml"}}.items():
+        for name, value in {"logit_bias": {"1": 1}, "response_format": {"type": "xml"}}.items():
             refused = await http.post(path, json={"messages": [USER], name: value})
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
 

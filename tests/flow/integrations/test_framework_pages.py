@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from cli_cases import ENGINE, ran
 from framework_cases import call, outcome_of
 
 from penstock.records import End
@@ -49,6 +50,49 @@ def test_every_agent_on_the_page_runs_and_gets_its_reward(tmp_path, page, place,
     done = outcome_of(load_agent(file, {}, {}), script)
     assert (done.end, done.message, done.breaks, done.transcripts) == (End.COMPLETED, "", [], transcripts)
     assert done.attempt.reward == 1.0
+
+
+@pytest.mark.slow  # each imports its framework, in a process of its own
+@pytest.mark.parametrize("page", [*SCRIPTS, "openai-agents.md"])
+def test_the_first_agent_of_a_page_runs_with_its_tasks_config_and_commands(tmp_path, page):
+    text = (DOCS / page).read_text()
+    for kind, name in (("python", "agent.py"), ("json", "tasks.jsonl"), ("toml", "train.toml")):
+        (tmp_path / name).write_text(re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL)[0])
+    [commands] = re.findall(r"```\n(penstock train train\.toml.*?)```", text, re.DOTALL)
+    lines = [line.partition("#")[0].split() for line in commands.splitlines()]
+    assert [line[1:] for line in lines] == [["train", "train.toml", "--dry-run"], ["train", "train.toml"]]
+    done = ran(*lines[0][1:], "--set", "model.name=tiny", "--set", f"engine.name={ENGINE}", cwd=tmp_path)  # no download
+    assert done.returncode == 0 and "rollout     completed" in done.stdout, (done.stdout, done.stderr)
+
+
+STRUCTURED = """
+from pydantic import BaseModel
+
+from penstock import AgentWorkflow
+from penstock.integrations.langchain import chat_model
+
+
+class Answer(BaseModel):
+    \"\"\"The answer to the question.\"\"\"
+
+    right: bool
+
+
+class Structured(AgentWorkflow):
+    async def run(self, ctx):
+        answer = await chat_model().with_structured_output(Answer, method="METHOD").ainvoke(ctx.prompt)
+        assert isinstance(answer, Answer)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+def test_structured_output_of_langchain_comes_from_a_model_that_never_learned_it(tmp_path, method):
+    (tmp_path / "agent.py").write_text(STRUCTURED.replace("METHOD", method) + GRADER)
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "Is it 42?"}\n')
+    (tmp_path / "train.toml").write_text('model.name = "tiny"\ndataset.train = "tasks.jsonl"\nsampling.max_tokens = 200\n')
+    done = ran("train", "train.toml", "--dry-run", cwd=tmp_path)
+    assert done.returncode == 0 and "reward      1.000" in done.stdout, (done.stdout, done.stderr)
 
 
 @pytest.mark.parametrize("page", SCRIPTS)

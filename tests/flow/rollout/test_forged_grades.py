@@ -13,6 +13,7 @@ from penstock.config import RolloutSection
 from penstock.events import Events
 from penstock.gateway.app import Gateway
 from penstock.gateway.auth import Access
+from penstock.pool.memory import MemoryPool
 from penstock.records import End, Grade, Sampling, make_rollout
 from penstock.rollout.runner import FORGED_GRADE, open_runner
 from penstock.testing import ScriptedEngine, memory_pool, write_tokenizer
@@ -34,9 +35,9 @@ async def grade_zero(ctx):
 
 
 @contextlib.asynccontextmanager
-async def stage(renderer, cheat, *, closed=(), grade=grade_zero, trusted=False):
+async def stage(renderer, cheat, *, closed=(), grade=grade_zero, trusted=False, pool=None):
     """A rollout whose workflow calls `cheat(gateway, pool, rollout_id)` after its model call: the attempt, and all events."""
-    events, told, pool = Events(), [], memory_pool()
+    events, told, pool = Events(), [], pool or memory_pool()
     events.listen(lambda kind, fields: told.append((kind, fields)))
     engine = ScriptedEngine(["6"], renderer.tokenizer)
     async with asyncio.timeout(30), Gateway(engine, renderer, pool, secret=SECRET, events=events, closed=closed) as gateway:
@@ -72,8 +73,16 @@ async def end_in_pool(gateway, pool, rollout_id):
     await pool.end(rollout_id, End.COMPLETED, "", [Grade(rollout_id=rollout_id, reward=1.0, source="mine")])
 
 
-def test_a_grade_written_into_the_pool_makes_the_rollout_void(renderer):
-    attempt, told = run(renderer, grade_in_pool)
+class PluginPool(MemoryPool):
+    """Overrides `end` as it was before it could refuse a rollout that had been graded."""
+
+    async def end(self, rollout_id, end, message="", grades=()):
+        return await super().end(rollout_id, end, message, grades)
+
+
+@pytest.mark.parametrize("kind", [MemoryPool, PluginPool])
+def test_a_grade_written_into_the_pool_makes_the_rollout_void(renderer, kind):
+    attempt, told = run(renderer, grade_in_pool, pool=kind(lambda: 0.0))
     assert (attempt.end, attempt.reward) == (End.GRADER_ERROR, None)
     assert attempt.message.startswith(FORGED_GRADE)
     (ended,) = (fields for kind, fields in told if kind == "rollout.end")
@@ -137,3 +146,18 @@ def test_the_gateway_of_a_graded_run_refuses_to_open_grade_or_end_with_a_valid_t
     assert all("graded" in answer.text for answer in answers)
     assert (attempt.end, attempt.reward) == (End.COMPLETED, 0.0)
     assert len([kind for kind, _ in told if kind == "grading.refused"]) == 5
+
+
+def test_nothing_is_read_of_a_rollout_before_its_grades_are_stored(renderer):
+    class CountingPool(MemoryPool):
+        reads = 0
+
+        async def attempt(self, rollout_id, **options):
+            self.reads += 1
+            return await super().attempt(rollout_id, **options)
+
+    async def nothing(gateway, pool, rollout_id): ...
+
+    pool = CountingPool(lambda: 0.0)
+    attempt, _ = run(renderer, nothing, pool=pool)
+    assert (attempt.end, attempt.reward, pool.reads) == (End.COMPLETED, 0.0, 1)  # that of the test itself

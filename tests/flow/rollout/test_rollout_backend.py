@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import sys
+import time
 from types import SimpleNamespace
 
 import aiohttp
@@ -15,6 +16,7 @@ from server_cases import PROMPT, backend_of, nothing, said
 from penstock import GraderConfig, get_rollout_context
 from penstock.errors import ConfigError
 from penstock.records import End
+from penstock.rollout import loop_watchdog
 from penstock.rollout.server.backend import ExecutionRequest, LocalBackend
 from penstock.rollout.server.protocol import CompletionReply
 from penstock.sdk.routing import RolloutContext
@@ -331,3 +333,17 @@ def test_artifacts_of_a_rollout_are_in_its_own_folder_and_none_is_left_without_a
     assert results(backend_of(run, grade, artifacts=tmp_path))[1].reward == 1.0
     results(backend_of(said, good_grade, artifacts=tmp_path), rollout_id="empty")
     assert [folder.name for folder in tmp_path.iterdir()] == ["r"]
+
+
+def test_a_workflow_that_blocks_the_servers_loop_is_told_and_ends_by_itself(monkeypatch, caplog):
+    for name, value in {"NOTICE_S": 0.1, "POLL_S": 0.05}.items():
+        monkeypatch.setattr(loop_watchdog, name, value)
+
+    async def run(ctx):
+        time.sleep(0.6)  # noqa: ASYNC251
+        return await said(ctx)
+
+    work, grade = results(backend_of(run, good_grade))
+    assert (work.status, grade.status) == ("success", "success")
+    [line] = [record.message for record in caplog.records if "blocks the event loop" in record.message]
+    assert "'Work' blocks the event loop at rollout_cases.py, line" in line and "all other rollouts of this process wait" in line

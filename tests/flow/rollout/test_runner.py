@@ -275,10 +275,10 @@ class SlowPool(MemoryPool):
         super().__init__(lambda: 0.0)
         self.reached, self.go_on = asyncio.Event(), asyncio.Event()
 
-    async def end(self, rollout_id, end, message="", grades=(), **options):
+    async def end(self, rollout_id, end, message="", grades=()):
         self.reached.set()
         await self.go_on.wait()
-        return await super().end(rollout_id, end, message, grades, **options)
+        return await super().end(rollout_id, end, message, grades)
 
 
 def test_cancellation_while_the_end_is_written_does_not_change_it():
@@ -316,7 +316,7 @@ def test_rollout_that_was_ended_elsewhere_keeps_that_end():
 
 def test_failing_pool_is_not_taken_for_a_failing_agent():
     class Broken(MemoryPool):
-        async def end(self, rollout_id, end, message="", grades=(), **options):
+        async def end(self, rollout_id, end, message="", grades=()):
             raise PoolError("disk is full")
 
     with pytest.raises(PoolError, match="disk is full"):

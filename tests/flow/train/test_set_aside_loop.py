@@ -76,6 +76,7 @@ def played(play, *, advantage, groups=4, rewards=(), names=None, **train):
             config=config,
             learners={"": learner},
             advantage=advantage,
+            replay=None,
             publisher=Publisher(),
             rollouts=SimpleNamespace(advance=lambda step: None, resting=nullcontext),
             told=told,

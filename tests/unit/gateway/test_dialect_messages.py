@@ -197,7 +197,7 @@ def test_a_block_that_cannot_be_read_is_refused_by_its_place(turn, param):
         ({"output_format": {"type": "json_schema", "schema": 3}}, "output_format.schema"),
         ({"compaction": {"type": "summarize"}}, "compaction"),
         ({"n": 2}, "n"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"frequency_penalty": "much"}, "frequency_penalty"),
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"thread": {"type": "fork"}}, "thread"),
     ],

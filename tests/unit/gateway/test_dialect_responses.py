@@ -98,7 +98,7 @@ WRONG = [
     ({"text": {"format": {"type": "lark"}}}, "text.format"),
     ({"text": "plain"}, "text"),
     ({"include": "everything"}, "include"),
-    ({"top_logprobs": 3}, "top_logprobs"),
+    ({"top_logprobs": "many"}, "top_logprobs"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
     ({"tools": {"type": "function"}}, "tools"),
     ({"tools": ["multiply"]}, "tools[0].type"),

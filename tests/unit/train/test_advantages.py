@@ -21,7 +21,7 @@ from penstock.train.advantages.transcript_grpo import TranscriptGrpoSettings, tr
 from penstock.train.advantages.turn_grpo import TurnGrpoSettings, turn_grpo
 from penstock.train.algorithm import credit_of, load_advantage, settings_of
 
-OF_REWARDS = [name for name in ADVANTAGES if name != "gae"]
+OF_REWARDS = [name for name in ADVANTAGES if level_of(ADVANTAGES.load(name)) != "token"]
 
 
 def step(index: int, transcript: str = "main", tokens: int = 1) -> Step:

@@ -5,7 +5,7 @@ The engine and the trainer ask the same compiled grammar about the same tokens, 
 
 import json
 from collections.abc import Collection, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -25,21 +25,17 @@ KEPT_GRAMMARS = 64
 class GrammarState:
     """A reply so far, and what may follow."""
 
-    def __init__(self, matcher: Any, vocab_size: int) -> None:
-        self._matcher, self._vocab_size = matcher, vocab_size
+    def __init__(self, matcher: Any) -> None:
+        self.matcher = matcher
 
     @property
     def problem(self) -> str:
         """Why nothing can follow; empty if all is well."""
-        return self._matcher.get_error().split("\n")[0] if self._matcher.is_error() else ""
-
-    def fill(self, row: NDArray[np.uint8]) -> None:
-        """Write the allowed tokens to a row of bits, the lowest of a byte first."""
-        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        return self.matcher.get_error().split("\n")[0] if self.matcher.is_error() else ""
 
     def advance(self, token_id: int) -> bool:
         """Add a token; False if it is not allowed."""
-        return self._matcher.consume_token(token_id)
+        return self.matcher.consume_token(token_id)
 
 
 class GrammarCompiler:
@@ -52,18 +48,13 @@ class GrammarCompiler:
         self._tokenizer = lru_cache(4)(self._read_tokenizer)
         self._added: frozenset[int] | None = None
 
-    @property
-    def row_bytes(self) -> int:
-        """The size of a row of `GrammarState.fill`: whole 32-bit words."""
-        return (self.vocab_size + 31) // 32 * 4
-
     def start(self, grammar: ReplyGrammar, stop_ids: Collection[int]) -> GrammarState:
         """The state before the first token. Of `stop_ids`, added tokens end the reply, where the grammar allows it to end.
 
         EngineError if the grammar cannot be compiled. The first call takes about a second for each 50,000 tokens.
         """
         with self._lock:
-            return GrammarState(self._compile(grammar.lark, self._ends(stop_ids)).deep_copy(), self.vocab_size)
+            return GrammarState(self._compile(grammar.lark, self._ends(stop_ids)).deep_copy())
 
     def _ends(self, stop_ids: Collection[int]) -> tuple[int, ...]:
         if self._added is None:
@@ -86,7 +77,7 @@ class GrammarCompiler:
         try:
             import llguidance
         except ImportError as cause:
-            raise EngineError("constrained replies need llguidance; run: pip install 'penstock[local]'") from cause
+            raise EngineError("constrained replies need llguidance; run: pip install llguidance") from cause
         if not ends:
             raise EngineError("the model has no token that ends a reply, so its replies cannot be constrained")
         try:
@@ -95,12 +86,32 @@ class GrammarCompiler:
             raise EngineError(f"this tokenizer cannot be used to constrain replies: {cause}") from cause
 
 
+FEW_STATES = 8
+"""Up to here one thread is faster than several."""
+
+
+@cache
+def _executor() -> Any:
+    import llguidance
+
+    return llguidance.LLExecutor()
+
+
+def fill_rows(bits: NDArray[np.int32], states: Sequence[tuple[int, GrammarState]]) -> None:
+    """Write what may follow in each state to its row of `bits` [rows, words], the lowest bit of a word first."""
+    row_bytes = bits.shape[1] * 4
+    if len(states) > FEW_STATES:
+        _executor().unsafe_compute_mask_ptr([(state.matcher, row) for row, state in states], bits.ctypes.data, row_bytes, len(bits))
+        return
+    for row, state in states:
+        state.matcher.unsafe_compute_mask_ptr(bits.ctypes.data + row * row_bytes, row_bytes)
+
+
 def allowed_rows(states: Sequence[GrammarState], vocab_size: int) -> NDArray[np.bool_]:
     """What may follow in each state, [states, vocab]."""
-    bits = np.zeros((len(states), (vocab_size + 31) // 32 * 4), np.uint8)
-    for row, state in zip(bits, states, strict=True):
-        state.fill(row)
-    return np.unpackbits(bits, axis=1, count=vocab_size, bitorder="little").view(np.bool_)
+    bits = np.zeros((len(states), (vocab_size + 31) // 32), np.int32)
+    fill_rows(bits, list(enumerate(states)))
+    return np.unpackbits(bits.view(np.uint8), axis=1, count=vocab_size, bitorder="little").view(np.bool_)
 
 
 def forbid(logits: Tensor, states: Sequence[GrammarState | None]) -> Tensor:

@@ -5,8 +5,8 @@ with it. Steps are captured as CUDA graphs, one per batch size, and replayed wit
 tokens of several steps in one copy. Weights are used where they are: changing them in place needs no new capture.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -124,6 +124,14 @@ class Lanes:
                 torch.zeros(most, 4, dtype=torch.int32, device=device),
             ),
         )
+        self.captured_parts: dict[tuple[int, bool | None], torch.cuda.CUDAGraph] = {}
+        """Halves of steps: the layers by the number of lanes and None, the draw by that and whether sampling is truncated."""
+        self._hidden = torch.zeros(lanes, shape.hidden, dtype=weight.dtype, device=device)
+        words = (shape.vocab_size + 31) // 32
+        self._allowed = torch.full((lanes, words), -1, dtype=torch.int32, device=device)  # a bit for each token
+        self._bit_numbers = torch.arange(32, dtype=torch.int32, device=device)
+        self._forwarded = 0
+        """Lanes whose layers were run for the next draw; 0 if that is to be done again."""
         self._pool: Any = None
         self._storage = self._addresses()
         if self._stream is not None:
@@ -141,6 +149,33 @@ class Lanes:
                 for _ in range(steps):
                     self._step(lanes, truncated)
             return self._fetch(self._out[:lanes, :steps])
+
+    def forward(self, lanes: int) -> None:
+        """Queue the first half of a step, all but the draw, unless that was done. The host may work on `draw` meanwhile."""
+        if self._forwarded == lanes:
+            return
+        with self._queue():
+            self._replay(lanes, None, lambda: self._hidden[:lanes].copy_(self._states(lanes)))
+        self._forwarded = lanes
+
+    def draw(self, lanes: int, allowed: NDArray[np.int32], *, truncated: bool) -> StepResults:
+        """Queue the other half; `allowed` [lanes, words] has a bit for each token that may be drawn."""
+        with self._queue():
+            self._cursor.zero_()
+            self._allowed[:lanes].copy_(self._upload(allowed))
+            self._replay(lanes, truncated, lambda: self._draw(self._hidden[:lanes], lanes, truncated, masked=True))
+            self._forwarded = 0
+            return self._fetch(self._out[:lanes, :1])
+
+    def _replay(self, lanes: int, truncated: bool | None, work: Callable[[], object]) -> None:
+        if not self.graphs_enabled:
+            work()
+            return
+        graph = self.captured_parts.get((lanes, truncated))
+        if graph is None:
+            with self._idle():
+                self.captured_parts[lanes, truncated] = graph = self._capture_work(work)
+        graph.replay()
 
     def prefill(self, prompts: PackedPrompts) -> None:
         """Queue a pass that computes keys and values."""
@@ -187,6 +222,7 @@ class Lanes:
         adapters: Sequence[int],
     ) -> None:
         """Start lanes: token, position and limit of each; the reply ends when the context has `limit` tokens."""
+        self._forwarded = 0
         params = np.array([(s.temperature, s.top_k, s.top_p, s.min_p) for s in samplings], dtype=np.float32)
         padded = np.array([[*ids, *[-1] * (MAX_STOPS - len(ids))] for ids in stops], dtype=np.int64)
         with self._queue():
@@ -210,6 +246,7 @@ class Lanes:
             self._state[3].index_fill_(0, self._upload(np.array(lanes, dtype=np.int64)), 0)
 
     def move(self, source: Sequence[int], target: Sequence[int]) -> None:
+        self._forwarded = 0
         with self._queue():
             old, new = (self._upload(np.array(lanes, dtype=np.int64)) for lanes in (source, target))
             self._state.index_copy_(1, new, self._state[:, old])
@@ -225,10 +262,11 @@ class Lanes:
 
     def renew(self) -> None:
         """From here on, use weights as they were changed elsewhere, moved ones too."""
+        self._forwarded = 0
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
         if (storage := self._addresses()) != self._storage:
-            self.captured, self.captured_passes, self._storage = {}, {}, storage
+            self.captured, self.captured_passes, self.captured_parts, self._storage = {}, {}, {}, storage
             self._pool = None  # torch refuses to capture into a pool of memory whose graphs are all gone
 
     def wait(self) -> None:
@@ -236,6 +274,10 @@ class Lanes:
             self._stream.synchronize()
 
     def _step(self, lanes: int, truncated: bool) -> None:
+        self._draw(self._states(lanes), lanes, truncated)
+
+    def _states(self, lanes: int) -> Tensor:
+        """The hidden states that the next tokens are drawn from, [lanes, hidden]. Done twice, it changes nothing."""
         rows, lengths, uniforms = self._rows[:lanes], self._lengths[:lanes], self._uniforms[:lanes]
         fused.locate(self._state, self._table, self._ring, rows, lengths, uniforms)
         ids, positions = self._state[0, :lanes], self._state[1, :lanes]
@@ -245,9 +287,15 @@ class Lanes:
 
         if self.adapters.policies:
             self.adapters.choose(self._slots[:lanes])
-        hidden = self._forward(ids, positions, rows, attend, hidden=True)
+        return self._forward(ids, positions, rows, attend, hidden=True)
+
+    def _draw(self, hidden: Tensor, lanes: int, truncated: bool, *, masked: bool = False) -> None:
         head = self.decoder.embed.weight if self.decoder.head is None else self.decoder.head.weight
-        drawn = fused.draw(F.linear(hidden, head), self._params[:lanes], uniforms, truncated=truncated)
+        logits = F.linear(hidden, head)
+        if masked:
+            bits = (self._allowed[:lanes, :, None] >> self._bit_numbers) & 1
+            logits = logits.masked_fill(bits.view(lanes, -1)[:, : logits.shape[1]] == 0, float("-inf"))
+        drawn = fused.draw(logits, self._params[:lanes], self._uniforms[:lanes], truncated=truncated)
         fused.advance(self._state, self._stops, drawn, self._cursor, self._out)
         self._cursor += 1
 
@@ -270,14 +318,20 @@ class Lanes:
 
     def _capture(self, lanes: int, truncated: bool) -> torch.cuda.CUDAGraph:
         """Capture a step; the ones that warm up run on lanes that are idle, and so change nothing."""
+        with self._idle():
+            self.captured[lanes, truncated] = graph = self._capture_work(lambda: self._step(lanes, truncated))
+        return graph
+
+    @contextmanager
+    def _idle(self) -> Generator[None]:
+        """While work is captured, all lanes are idle."""
         kept = self._state.clone(), self._cursor.clone()
         self._state[3].zero_()
         try:
-            self.captured[lanes, truncated] = graph = self._capture_work(lambda: self._step(lanes, truncated))
+            yield
         finally:
             self._cursor.copy_(kept[1])
             self._state.copy_(kept[0])
-        return graph
 
     def _capture_pass(self, size: int) -> torch.cuda.CUDAGraph:
         """Capture a prefill pass; the ones that warm up write to row 0 alone."""
@@ -288,7 +342,7 @@ class Lanes:
         self.captured_passes[size] = graph = self._capture_work(lambda: self._prefill(prompts))
         return graph
 
-    def _capture_work(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    def _capture_work(self, work: Callable[[], object]) -> torch.cuda.CUDAGraph:
         for _ in range(WARM_UP):
             work()
         self.wait()

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from penstock.engines.embedded import fused
 from penstock.engines.embedded.core import DrawnChunk, Request, ending
 from penstock.engines.embedded.decoder import Decoder
+from penstock.engines.embedded.grammars import fill_rows
 from penstock.engines.embedded.kv_cache import CacheRows, PrefixTree, Segment
 from penstock.engines.embedded.lanes import MAX_STOPS, RING, Lanes, PackedPrompts, StepResults
 from penstock.engines.embedded.lora import AdapterSlots
@@ -164,6 +165,8 @@ class PagedCore:
             self._prefill()
             early = self._reserve_all()
             self._pack()
+            if any(active.request.grammar is not None for active in self.running):
+                return early + self._read() + self._step_by_grammar()
             window = self._queue_steps()
             sampled = self._read()
             self._window = window
@@ -326,6 +329,27 @@ class PagedCore:
             active.queued += steps
         return window
 
+    def _step_by_grammar(self) -> list[DrawnChunk]:
+        """One step of all running requests, some of which have a grammar: what they may draw depends on the token before.
+
+        The host asks the grammars while the device runs the layers, which need the token alone; those of the next step are queued
+        before the host waits for this one's tokens.
+        """
+        if not self.running:
+            return []
+        numbers = [active.lane for active in self.running]
+        lanes = min(self.slots, bucket(max(numbers) + 1))
+        self.lanes.forward(lanes)
+        allowed = np.full((lanes, (self.decoder.shape.vocab_size + 31) // 32), -1, np.int32)
+        bound = [(lane, active.request.grammar) for lane, active in zip(numbers, self.running, strict=True)]
+        fill_rows(allowed, [(lane, grammar) for lane, grammar in bound if grammar is not None])
+        truncated = any(active.request.sampling.truncated for active in self.running)
+        self._window = StepWindow(list(self.running), numbers, 1, self.lanes.draw(lanes, allowed, truncated=truncated))
+        for active in self.running:
+            active.queued += 1
+        self.lanes.forward(lanes)
+        return self._read()
+
     def _read(self) -> list[DrawnChunk]:
         """Hand out the tokens of the queued window."""
         window, self._window = self._window, None
@@ -363,7 +387,7 @@ class PagedCore:
     def _goes_on(self, active: LaneRequest, ids: list[int]) -> bool:
         """Whether it is certain that none of the last tokens ends the reply."""
         request = active.request
-        by_device = not request.sampling.stop and len(request.stop_ids) <= MAX_STOPS
+        by_device = not request.sampling.stop and len(request.stop_ids) <= MAX_STOPS and request.grammar is None
         return by_device and len(request.tokens) + len(ids) < active.limit and ids[-1] not in request.stop_ids
 
     def _append(self, request: Request, ids: list[int], logprobs: list[float], full_logprobs: list[float]) -> DrawnChunk:

@@ -303,6 +303,10 @@ class RemoteEngine(ABC):
                         if chunk.finish is not None:
                             return
             parts += 1
+            if sampling.grammar is not None:  # the server would begin the grammar anew
+                raise EngineError(
+                    "a reply that follows a grammar was interrupted by new weights and cannot be continued; ask again"
+                )
         # Interrupted after the last allowed token but before the server sent its finish reason.
         yield SampledChunk((), (), (), (), finish="length")
 

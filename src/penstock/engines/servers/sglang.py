@@ -29,6 +29,8 @@ def request_body(prompt: list[int], sampling: Sampling, key: str) -> dict[str, A
         "no_stop_trim": True,
         "skip_special_tokens": False,
     }
+    if sampling.grammar is not None:
+        params["json_schema"] = sampling.grammar.schema
     if sampling.seed is not None:
         params["sampling_seed"] = sampling.seed
     return {"rid": key, "input_ids": prompt, "sampling_params": params, "stream": True, "return_logprob": True}
@@ -112,12 +114,19 @@ class SglangEngine(RemoteEngine):
         if sampling.truncated and sampling.temperature not in (0.0, 1.0) and self._served.processed:
             text = "SGLang says of a tempered and truncated token neither with which probability it was drawn nor its plain one"
             raise EngineRefused(f"{text}; leave out top_p, top_k and min_p, or the temperature")
+        if sampling.grammar is not None and not sampling.grammar.schema:
+            text = "SGLang takes a JSON schema of the whole reply and no grammar of calls or reasoning"
+            raise EngineRefused(f"{text}; leave out strict and tool_choice, or the tools")
         if sampling.seed is not None and not self._served.seeded:
             raise EngineRefused("the SGLang server ignores seeds; start it with --enable-deterministic-inference, or send none")
 
     def behaviour_known(self, sampling: Sampling) -> bool:
-        """See `RemoteEngine.behaviour_known`. It never reports the probability among the tokens that truncation keeps."""
-        return super().behaviour_known(sampling) and not (sampling.truncated and sampling.temperature > 0.0)
+        """See `RemoteEngine.behaviour_known`. It never reports the probability among the tokens that truncation keeps.
+
+        Its schemas allow other white space than the grammar that is replayed.
+        """
+        limited = sampling.truncated or sampling.grammar is not None
+        return super().behaviour_known(sampling) and not (limited and sampling.temperature > 0.0)
 
     async def abort(self, url: str, key: str) -> None:
         """SGLang checks for closed connections only every few seconds, so it is told."""

@@ -60,6 +60,8 @@ def request_body(model: str, prompt: list[int], sampling: Sampling) -> dict[str,
         "frequency_penalty": 0.0,
         "stop_token_ids": list(sampling.stop_ids),
     }
+    if sampling.grammar is not None:  # as a grammar also where a schema would do: the trainer replays what the server enforces
+        body["structured_outputs"] = {"grammar": sampling.grammar.lark}
     return body if sampling.seed is None else body | {"seed": sampling.seed}
 
 

@@ -11,7 +11,7 @@ from penstock.errors import RequestError
 from penstock.gateway.call import ConversationHistory, ModelCall
 from penstock.gateway.dialects import fields
 from penstock.gateway.dialects.base import DialectTokenizer, ModelAnswer, UnsentTokens
-from penstock.gateway.dialects.fields import SAMPLING_FIELDS, read_sampling, refuse_unsupported
+from penstock.gateway.dialects.fields import HARMLESS, SAMPLING_FIELDS, check_harmless, read_sampling, refuse_unsupported
 from penstock.gateway.reply import CallDelta, Delta, sse_data, tool_call
 from penstock.records import Message, Sampling, Step
 
@@ -25,11 +25,7 @@ LABELS = frozenset({"user", "metadata", "store", "service_tier", "safety_identif
 """Fields that do not affect sampling; ignored without a notice."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
     "logit_bias": ({},),
-    "top_logprobs": (0,),
     "modalities": (["text"],),
     "ignore_eos": (False,),
     "min_tokens": (0,),
@@ -42,8 +38,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "functions": (),
     "function_call": ("none",),
-    "prediction": (),
-    "web_search_options": (),
     "chat_template": (),
     "documents": (),
     "structured_outputs": (),
@@ -102,7 +96,8 @@ class ChatDialect:
             logprobs=fields.flag(body, "logprobs"),
             token_ids=fields.flag(body, "return_token_ids"),
             ignored=(
-                *(sorted(others - LABELS - NEUTRAL.keys()) if others else ()),
+                *(sorted(others - LABELS - NEUTRAL.keys() - HARMLESS.keys()) if others else ()),
+                *(check_harmless(body) if others else ()),
                 *fields.unmet_tool_choice(body.get("tool_choice")),
             ),
         )

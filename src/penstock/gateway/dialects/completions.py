@@ -11,7 +11,14 @@ from penstock.gateway.call import ConversationHistory, ModelCall
 from penstock.gateway.dialects import fields
 from penstock.gateway.dialects.base import ModelAnswer, UnsentTokens
 from penstock.gateway.dialects.chat import error_body
-from penstock.gateway.dialects.fields import SAMPLING_FIELDS, read_sampling, refuse_unsupported, unsupported
+from penstock.gateway.dialects.fields import (
+    HARMLESS,
+    SAMPLING_FIELDS,
+    check_harmless,
+    read_sampling,
+    refuse_unsupported,
+    unsupported,
+)
 from penstock.gateway.reply import CallDelta, Delta, sse_data
 from penstock.records import Sampling, Step
 
@@ -23,9 +30,6 @@ LABELS = frozenset({"user"})
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
     "logit_bias": ({},),
     "logprobs": (0, False),
     "prompt_logprobs": (),
@@ -47,6 +51,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 `logprobs` is the number of most likely alternatives per token: 0 returns the log-probabilities of the sampled tokens only.
 """
+
+
+KNOWN = HONOURED | LABELS | NEUTRAL.keys() | HARMLESS.keys()
 
 
 class CompletionsDialect:
@@ -79,7 +86,12 @@ class CompletionsDialect:
             logprobs=with_logprobs,
             token_ids=fields.flag(body, "return_token_ids"),
             echo=(("echo", fields.flag(body, "echo")),),
-            ignored=tuple(sorted(name for name in body.keys() - HONOURED - LABELS - NEUTRAL.keys() if body[name] is not None)),
+            ignored=(
+                *sorted(
+                    name for name in body.keys() - HONOURED - LABELS - NEUTRAL.keys() - HARMLESS.keys() if body[name] is not None
+                ),
+                *check_harmless(body),
+            ),
         )
 
     def json_body(self, answer: ModelAnswer) -> bytes:

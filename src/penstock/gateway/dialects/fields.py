@@ -335,5 +335,25 @@ def refuse_unsupported(body: dict[str, Any], neutral: Mapping[str, tuple[Any, ..
             raise unsupported(name, value)
 
 
+HARMLESS: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "top_logprobs": (0,),
+    "prediction": (),
+    "web_search_options": (),
+}
+"""Fields whose wish is not met and only counted, as replies are right without it; with the values that have no effect."""
+
+
+def check_harmless(body: dict[str, Any]) -> tuple[str, ...]:
+    """The names of the `HARMLESS` fields that would have an effect; RequestError for a value of the wrong type or range."""
+    number(body, "frequency_penalty", 0, low=-2, high=2)
+    number(body, "presence_penalty", 0, low=-2, high=2)
+    number(body, "repetition_penalty", 1, low=0)
+    integer(body, "top_logprobs", 0, low=0, high=20)
+    return tuple(name for name, neutral in HARMLESS.items() if body.get(name) is not None and body[name] not in neutral)
+
+
 def unsupported(name: str, value: Any) -> RequestError:
     return RequestError(f"{name}={preview(value)} is not supported; leave it out", code="unsupported_parameter", param=name)

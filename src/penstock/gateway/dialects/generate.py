@@ -16,7 +16,7 @@ from penstock.gateway.dialects import fields
 from penstock.gateway.dialects.base import EventWriter, ModelAnswer
 from penstock.gateway.dialects.chat import NEUTRAL as CHAT_NEUTRAL
 from penstock.gateway.dialects.completions import NEUTRAL as COMPLETIONS_NEUTRAL
-from penstock.gateway.dialects.fields import SAMPLING_FIELDS, read_sampling, refuse_unsupported
+from penstock.gateway.dialects.fields import HARMLESS, SAMPLING_FIELDS, read_sampling, refuse_unsupported
 from penstock.gateway.reply import sse_data
 from penstock.records import Sampling
 
@@ -25,6 +25,7 @@ LABELS = frozenset({"trajectory_uid", "prompt_uid", "model", "logprobs"})
 HONOURED = LABELS | SAMPLING_FIELDS | {"messages", "tools", "prompt_ids", "sampling_params", "max_tokens"}
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     **CHAT_NEUTRAL,
+    **HARMLESS,
     **{name: values for name, values in COMPLETIONS_NEUTRAL.items() if name != "logprobs"},
     "skip_special_tokens": (True, False),
     "n": (1,),

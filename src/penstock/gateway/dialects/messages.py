@@ -15,7 +15,7 @@ from penstock.gateway.call import ConversationHistory, ModelCall
 from penstock.gateway.dialects import fields
 from penstock.gateway.dialects.base import DialectTokenizer, ModelAnswer, UnsentTokens
 from penstock.gateway.dialects.content_blocks import DROPPED_BLOCKS, content_parts, tool_of
-from penstock.gateway.dialects.fields import SAMPLING_FIELDS, read_sampling, refuse_unsupported
+from penstock.gateway.dialects.fields import HARMLESS, SAMPLING_FIELDS, check_harmless, read_sampling, refuse_unsupported
 from penstock.gateway.reply import CallDelta, Delta, deltas_of
 from penstock.http.asgi import JsonBudget
 from penstock.records import Message, Sampling, Step
@@ -31,9 +31,6 @@ LABELS = frozenset(
 """Fields that do not affect sampling; ignored without a notice."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
     "logit_bias": ({},),
     "compaction": (),
 }
@@ -252,7 +249,8 @@ def _format(body: dict[str, Any]) -> dict[str, Any]:
 
 def _ignored(body: dict[str, Any], choice: dict[str, Any]) -> set[str]:
     """Return the names of requested features that are not supported. Null and empty fields do not count."""
-    names = {name for name in body.keys() - HONOURED - LABELS - NEUTRAL.keys() if body[name] not in (None, [], {})}
+    unknown = body.keys() - HONOURED - LABELS - NEUTRAL.keys() - HARMLESS.keys()
+    names = {name for name in unknown if body[name] not in (None, [], {})} | {*check_harmless(body)}
     thinking, output = fields.as_object(body.get("thinking")) or {}, fields.as_object(body.get("output_config")) or {}
     if thinking.get("type", "disabled") != "disabled":
         names.add("thinking")

@@ -16,7 +16,7 @@ from penstock.gateway.call import ConversationHistory, ModelCall
 from penstock.gateway.dialects import fields
 from penstock.gateway.dialects.base import DialectTokenizer, ModelAnswer, UnsentTokens
 from penstock.gateway.dialects.chat import error_body, logprobs
-from penstock.gateway.dialects.fields import SAMPLING_FIELDS, read_sampling, refuse_unsupported
+from penstock.gateway.dialects.fields import HARMLESS, SAMPLING_FIELDS, check_harmless, read_sampling, refuse_unsupported
 from penstock.gateway.reply import CallDelta, Delta
 from penstock.http.asgi import JsonBudget
 from penstock.records import Finish, Message, Sampling, Step
@@ -36,10 +36,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "conversation": (),
     "prompt": (),
     "n": (1,),
-    "top_logprobs": (0,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
     "logit_bias": ({},),
     "response_format": ({"type": "text"},),
 }
@@ -153,7 +149,7 @@ def _forced(choice: Any, tools: tuple[Tool, ...]) -> str | None:
 
 def _extra(body: dict[str, Any]) -> dict[str, Any]:
     """Return what a Chat endpoint takes under another name, and the fields that no rule knows."""
-    known = HONOURED | LABELS | NEUTRAL.keys()
+    known = HONOURED | LABELS | NEUTRAL.keys() | HARMLESS.keys()
     extra = {name: value for name, value in body.items() if name not in known or name in SHARED_WITH_CHAT}
     reasoning, text = fields.nested(body, "reasoning"), fields.nested(body, "text")
     if reasoning.get("effort") is not None:
@@ -166,7 +162,8 @@ def _extra(body: dict[str, Any]) -> dict[str, Any]:
 def _unmet(body: dict[str, Any]) -> Iterator[str]:
     """Yield the names of requested features that are not supported."""
     given = {name for name, value in body.items() if value is not None}
-    yield from given - HONOURED - LABELS - NEUTRAL.keys()
+    yield from given - HONOURED - LABELS - NEUTRAL.keys() - HARMLESS.keys()
+    yield from check_harmless(body)
     yield from ignored_tool_options(body.get("tools"))
     yield from (f"include:{name}" for name in _included(body) if name != LOGPROBS)
     yield from (f"reasoning.{name}" for name, value in fields.nested(body, "reasoning").items() if value is not None)

@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import suppress
@@ -20,6 +21,7 @@ from penstock.records import End, Message, Task
 from penstock.rollout.author_tasks import AuthorTasks, one_line
 from penstock.rollout.executors.base import artifacts_dir
 from penstock.rollout.in_process import InProcessAgent, Reward, WorkflowResult, collect_samples
+from penstock.rollout.loop_watchdog import LoopWatchdog
 from penstock.rollout.runner import no_call_message
 from penstock.rollout.scratch import ScratchFolders
 from penstock.rollout.server.protocol import CompletionReply, RolloutErrorCategory, RolloutStatus, Seconds, Segment
@@ -79,6 +81,8 @@ class ExecutionResult:
     """How a failed rollout ends, if that is known better than by the category."""
 
 
+log = logging.getLogger(__name__)
+
 WorkflowComplete = Callable[[ExecutionResult], Awaitable[Any]]
 """Called when the workflow has ended; returns the controller's CompletionReply, or None."""
 GraderComplete = Callable[[ExecutionResult], Awaitable[Any]]
@@ -132,7 +136,10 @@ class LocalBackend(ExecutionBackend):
         self._context = context or _context_from_environment
         self._artifacts = artifacts
         self._scratch = ScratchFolders(events)
-        self._author_tasks = AuthorTasks(agent.entry.parent, events or Events(), grace_s=grace_s)
+        events = events or Events()
+        events.listen(_log_block)
+        watchdog = LoopWatchdog(agent.entry.parent, events, breaks_off=False)
+        self._author_tasks = AuthorTasks(agent.entry.parent, events, grace_s=grace_s, watchdog=watchdog)
         self._runner = InProcessAgent(agent, self._author_tasks)
 
     @property
@@ -208,6 +215,11 @@ class LocalBackend(ExecutionBackend):
         except (GraderError, EngineError) as error:
             return _failure(str(error), category_of(error), end=End.GRADER_ERROR, **ungraded)
         return _graded(samples, rewards, misreported(samples, reported))
+
+
+def _log_block(kind: str, fields: dict[str, Any]) -> None:
+    if kind == "loop.blocked":
+        log.warning(fields["text"])
 
 
 def _graded(samples: dict[str, RolloutSample], rewards: list[Reward], misreported: list[str]) -> ExecutionResult:

@@ -16,6 +16,7 @@ ADVANTAGES = Registry(
         "turn_grpo": "penstock.train.advantages.turn_grpo:turn_grpo",
         "transcript_grpo": "penstock.train.advantages.transcript_grpo:transcript_grpo",
         "gae": "penstock.train.advantages.gae:gae",
+        "distill": "penstock.train.advantages.distill:distill",
     },
 )
 

@@ -1,0 +1,59 @@
+"""What the clients' trials came to, kept in the cache folder for the table in `docs/connect-your-agent.md`.
+
+Run as a program it writes the table.
+"""
+
+import json
+
+from client_record import breaks, paths
+from environments import CACHE, ROOT, versions
+
+from penstock.records import Attempt
+from penstock.train.sequences import exactness
+
+FILE = CACHE / "results.jsonl"
+BEGIN, END = "<!-- clients -->\n", "<!-- /clients -->\n"
+
+
+def note(name: str, mode: str, environment: str, attempt: Attempt) -> None:
+    """Append what a trial came to."""
+    line = {
+        "name": name,
+        "mode": mode,
+        "environment": environment,
+        "calls": len(attempt.steps),
+        "exact": exactness(attempt).rate,
+        "paths": len(paths(attempt)),
+        "breaks": breaks(attempt),
+    }
+    with FILE.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def table() -> str:
+    """A row for each client and API, from the last trial of each mode."""
+    lines = [json.loads(line) for line in FILE.read_text().splitlines()]
+    last = {(line["name"], line["mode"]): line for line in lines}
+    rows: list[str] = []
+    for name in dict.fromkeys(line["name"] for line in lines):
+        found = {mode: line for (each, mode), line in last.items() if each == name}
+        first = next(iter(found.values()))
+        packages = ", ".join(f"{package} {version}" for package, version in versions(first["environment"]).items())
+        rates = ", ".join(f"{mode} {line['exact']:.1f} ({line['paths']})" for mode, line in sorted(found.items()))
+        why = ", ".join(sorted({f"`{reason}`" for line in found.values() for reason in line["breaks"]})) or "none"
+        packages = packages if first["environment"] != "npm" else _npm_package(name)
+        rows.append(f"| {name} | {packages} | {rates} | {why} |")
+    head = "| client and API | versions | exact rate (paths) | breaks |\n|---|---|---|---|\n"
+    return head + "\n".join(sorted(rows)) + "\n"
+
+
+def _npm_package(name: str) -> str:
+    found = versions("npm")
+    known = [package for package in found if name.partition(" ")[0] in package]
+    return ", ".join(f"{package} {found[package]}" for package in known)
+
+
+if __name__ == "__main__":
+    page = ROOT / "docs/connect-your-agent.md"
+    before, _, rest = page.read_text().partition(BEGIN)
+    page.write_text(before + BEGIN + table() + END + rest.partition(END)[2])

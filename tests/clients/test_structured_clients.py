@@ -1,0 +1,51 @@
+"""Structured output of client packages as their registries ship them: what they read is what was recorded, exactly."""
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from client_trial import PROGRAMS, Trial, program
+from scripts import person
+
+from penstock.train.sequences import exactness
+
+
+class Way(NamedTuple):
+    environment: str
+    program: str
+    way: str
+
+
+WAYS = [
+    *(Way("vendor", "structured_vendor.py", way) for way in ("chat", "responses", "messages", "agents")),
+    *(
+        Way("langchain", "structured_langchain.py", f"{api}-{method}")
+        for api, methods in {
+            "chat": ("json_schema", "function_calling", "json_mode"),
+            "responses": ("json_schema", "function_calling", "json_mode"),
+            "messages": ("json_schema", "function_calling"),
+        }.items()
+        for method in methods
+    ),
+    *(
+        Way("pydantic-ai", "structured_pydantic_ai.py", f"{api}-{method}")
+        for api in ("chat", "responses", "messages")
+        for method in ("tool", "native", "prompted")
+    ),
+    *(Way("instructor", "structured_instructor.py", f"chat-{mode}") for mode in ("TOOLS", "JSON", "JSON_SCHEMA", "MD_JSON")),
+    *(Way("instructor", "structured_instructor.py", f"messages-{mode}") for mode in ("TOOLS", "JSON")),
+    *(Way("dspy", "structured_dspy.py", adapter) for adapter in ("json", "chat")),
+    *(Way("npm", "structured_ai_sdk.mjs", f"{api}") for api in ("chat", "responses", "compatible", "messages")),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["whole", "stream"])
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way.environment}-{way.way}")
+def test_a_client_reads_the_object_that_was_recorded(way: Way, mode: str, tmp_path: Path) -> None:
+    command = program(PROGRAMS / way.program, tmp_path / "work", way.way, mode, environment=way.environment)
+    seen = Trial(way.environment, command, person, tmp_path / "work", name=f"{way.environment} {way.way}", mode=mode).run()
+    assert json.loads(seen.output.splitlines()[-1]) == {"name": "Ada", "age": 36}
+    assert len(seen.attempt.steps) == 1 and seen.left == []
+    assert exactness(seen.attempt).rate == 1.0

@@ -1,0 +1,139 @@
+"""Constrained and free requests in one batch, on both cores: each draws what it would draw alone, and every reply is valid JSON."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import jsonschema
+import pytest
+
+pytest.importorskip("llguidance")
+
+from penstock.chat.renderer import Renderer
+from penstock.engines.embedded import lanes
+from penstock.engines.embedded.core import EngineCore
+from penstock.engines.embedded.engine import EmbeddedEngine, end_ids
+from penstock.engines.embedded.grammars import GrammarCompiler
+from penstock.engines.embedded.paged_core import PagedCore
+from penstock.engines.embedded.weights import load_decoder
+from penstock.errors import EngineError
+from penstock.models.pull import resolve
+from penstock.records import ReplyFormat, ReplyGrammar, Sampling
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 9999}, "word": {"enum": ["one", "two", "twofold"]}},
+    "required": ["n", "word"],
+    "additionalProperties": False,
+}
+
+
+@dataclass
+class Repeated:
+    """Stands in for a captured graph, which needs a GPU."""
+
+    replay: Callable[[], None]
+
+
+@dataclass
+class Model:
+    renderer: Renderer
+    folder: object
+    prompt: tuple[int, ...]
+    grammar: ReplyGrammar
+
+    @classmethod
+    def load(cls) -> "Model":
+        folder = resolve("tiny", lambda *_: None).path
+        renderer = Renderer.load(folder)
+        prompt = renderer.root([{"role": "user", "content": "3 * 4"}])
+        return cls(renderer, folder, prompt, renderer.reply_grammar(ReplyFormat(schema=SCHEMA), (), frozenset(), prompt=prompt))
+
+    def engine(self, paged: bool, **options: object) -> EmbeddedEngine:
+        decoder = load_decoder(self.folder)
+        make = PagedCore if paged else EngineCore
+        core = make(decoder, slots=16, cache_tokens=8192, decode=self.renderer.tokenizer.decode, **options)
+        grammars = GrammarCompiler(self.folder, decoder.shape.vocab_size)
+        return EmbeddedEngine(core, name="tiny", queue_limit=64, seed=0, stop_ids=end_ids(self.folder), grammars=grammars)
+
+    def samplings(self, count: int) -> list[Sampling]:
+        """Every third request is free; some are tempered, greedy or truncated."""
+        kinds = [Sampling(), Sampling(temperature=0.8), Sampling(), Sampling(top_p=0.9), Sampling(temperature=0.0)]
+        stops, bound = self.renderer.stop_ids, [None, self.grammar, self.grammar]
+        return [replace(kinds[at % 5], max_tokens=70, seed=at, stop_ids=stops, grammar=bound[at % 3]) for at in range(count)]
+
+
+async def replies(engine: EmbeddedEngine, model: Model, samplings: list[Sampling], *, together: bool):
+    async def one(sampling: Sampling):
+        chunks = [chunk async for chunk in engine.generate(model.prompt, sampling)]
+        return [i for chunk in chunks for i in chunk.ids], [x for chunk in chunks for x in chunk.logprobs], chunks[-1].finish
+
+    try:
+        if not together:
+            return [await one(sampling) for sampling in samplings]
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(sampling)) for sampling in samplings]
+        return [task.result() for task in tasks]
+    finally:
+        await engine.close()
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_both_cores_draw_the_same_tokens_whoever_shares_the_batch(graphs: bool, monkeypatch: pytest.MonkeyPatch):
+    def capture(_: lanes.Lanes, work: Callable[[], None]) -> Repeated:
+        work()  # as the real one does, to warm up
+        return Repeated(work)
+
+    monkeypatch.setattr(lanes.Lanes, "_capture_work", capture)  # CUDA has no stand-in on a CPU
+    model = Model.load()
+    samplings = model.samplings(24)
+    alone = asyncio.run(replies(model.engine(paged=False), model, samplings, together=False))
+    paged = model.engine(paged=True, graphs=graphs, max_steps=3)
+    for engine in (model.engine(paged=False), paged):
+        for found, expected in zip(asyncio.run(replies(engine, model, samplings, together=True)), alone, strict=True):
+            assert found[0] == expected[0] and found[2] == expected[2]
+            assert found[1] == pytest.approx(expected[1], abs=1e-4)
+    complete = [ids for (ids, _, finish), asked in zip(alone, samplings, strict=True) if asked.grammar and finish == "stop"]
+    assert len(complete) > 5
+    for ids in complete:
+        jsonschema.validate(json.loads(model.renderer.tokenizer.decode(ids)), SCHEMA)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_weights_may_change_while_a_reply_follows_its_grammar(paged: bool):
+    model = Model.load()
+
+    async def main():
+        engine = model.engine(paged=paged)
+        asked = replace(model.samplings(2)[1], temperature=1.0, max_tokens=250)
+        ids, versions = [], []
+        try:
+            async for chunk in engine.generate(model.prompt, asked):
+                ids += chunk.ids
+                versions += chunk.versions
+                if len(ids) >= 5 and engine.version == 0:
+                    await engine.swap(1, lambda: engine.decoder.norm.weight.data.mul_(1.1))
+        finally:
+            await engine.close()
+        return ids, versions
+
+    ids, versions = asyncio.run(main())
+    assert set(versions) == {0, 1}
+    jsonschema.validate(json.loads(model.renderer.tokenizer.decode(ids)), SCHEMA)
+
+
+def test_a_grammar_that_cannot_be_compiled_fails_its_request_alone():
+    model = Model.load()
+
+    async def main():
+        engine = model.engine(paged=False)
+        broken, fine = (replace(model.samplings(2)[1], grammar=each) for each in (ReplyGrammar(lark="start: x"), model.grammar))
+        try:
+            with pytest.raises(EngineError, match="cannot be compiled"):
+                await anext(engine.generate(model.prompt, broken))
+            return [chunk async for chunk in engine.generate(model.prompt, fine)][-1].finish
+        finally:
+            await engine.close()
+
+    assert asyncio.run(main()) in ("stop", "length")
