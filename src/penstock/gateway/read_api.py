@@ -156,8 +156,11 @@ class ReadApi:
     async def _page(self, request: Request, name: str, entries: Entries) -> Response:
         refuse_unknown(request, PAGE_PARAMETERS[name])
         wanted = request.query_params.get("prompt_uid")
-        shown = entries if wanted is None else lambda group: entries(group) if wanted in (prompt_uid(group), group.id) else ()
-        page = _EntryPage(shown, limit=read_limit(request), skip=read_offset(request))
+
+        def of_prompt(group: Group) -> Iterable[dict[str, Any]]:
+            return entries(group) if wanted in (None, prompt_uid(group), group.id) else ()
+
+        page = _EntryPage(of_prompt, limit=read_limit(request), skip=read_offset(request))
         channels = await self._channels(request)
         if uid := request.query_params.get("trajectory_uid"):
             async with self._reading:

@@ -33,7 +33,7 @@ class FlowBatchActors:
         steps, errors, seconds = list[int](), dict[int, str](), [0.0]
         for part, reference in zip(parts, asked, strict=True):
             try:
-                told: dict[str, Any] = ray.get(reference)
+                told: dict[str, Any] = _answer(reference)
             except RayError as error:
                 told = {"num_steps": [0] * len(part), "errors": dict.fromkeys(range(len(part)), str(error).splitlines()[0])}
             errors |= {len(steps) + place: text for place, text in told["errors"].items()}
@@ -45,3 +45,7 @@ class FlowBatchActors:
         """End the workers."""
         for worker in self.workers:
             ray.kill(worker)
+
+
+def _answer(reference: Any) -> dict[str, Any]:
+    return ray.get(reference)  # pyright: ignore[reportUnknownVariableType]

@@ -1,7 +1,7 @@
 """`osmosis dataset`: validate, upload, show and download datasets."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -25,7 +25,7 @@ def validate(context: typer.Context, file: File) -> Detail:
     from osmosis_ai.cli.dataset_rules import check_file
 
     found = check_file(file)
-    data = {
+    data: dict[str, Any] = {
         "valid": not found.errors,
         **{"file": str(file), "file_name": file.name},
         "extension": file.suffix.removeprefix(".").lower(),

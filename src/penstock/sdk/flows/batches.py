@@ -88,5 +88,6 @@ def read_batch(batch: Any) -> FlowBatch:
 def find(config: Any, *path: str) -> Any:
     """Returns the value at a path of attributes or keys; None if there is none."""
     for name in path:
-        config = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    return config  # pyright: ignore[reportUnknownVariableType]
+        found: Any = config
+        config = cast("Mapping[str, Any]", found).get(name) if isinstance(found, Mapping) else getattr(found, name, None)
+    return config
