@@ -10,7 +10,7 @@ Script = Callable[[str], str | ScriptedReply]
 """The prompt as text → the reply, tool calls in the Hermes form."""
 
 
-def call(name: str, **arguments: object) -> str:
+def call(name: str, /, **arguments: object) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}\n</tool_call>"
 
 

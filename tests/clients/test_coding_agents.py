@@ -59,7 +59,7 @@ def work(agent: Agent, script: Script, tmp_path: Path, *, more: str = "", templa
     [command] = blocks(agent.heading, "bash")
     home = {agent.settings: blocks(agent.heading, agent.language)[0]} if agent.settings else {}
     shell = ["bash", "-euc", command.rstrip() + more]
-    seen = Trial(agent.environment, shell, script, tmp_path / "work", home=home, template=template).run()
+    seen = Trial(agent.environment, shell, script, tmp_path / "work", home=home, template=template, name=agent.heading).run()
     assert seen.left == []
     return seen
 

@@ -49,7 +49,8 @@ def named(client: Client) -> str:
 
 def converse(client: Client, mode: str, tmp_path: Path, script=adder, template: str = CHATML) -> Seen:
     command = program(PROGRAMS / client.program, tmp_path / "work", mode, client.dialect, environment=client.environment)
-    return Trial(client.environment, command, script, tmp_path / "work", template=template).run()
+    name = "" if client.environment == PROJECT else f"{client.program.partition('.')[0]} {client.dialect}"
+    return Trial(client.environment, command, script, tmp_path / "work", template=template, name=name, mode=mode).run()
 
 
 def told(seen: Seen) -> dict:

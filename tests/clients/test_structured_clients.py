@@ -35,6 +35,8 @@ WAYS = [
     ),
     *(Way("instructor", "structured_instructor.py", f"chat-{mode}") for mode in ("TOOLS", "JSON", "JSON_SCHEMA", "MD_JSON")),
     *(Way("instructor", "structured_instructor.py", f"messages-{mode}") for mode in ("TOOLS", "JSON")),
+    *(Way("dspy", "structured_dspy.py", adapter) for adapter in ("json", "chat")),
+    *(Way("npm", "structured_ai_sdk.mjs", f"{api}") for api in ("chat", "responses", "compatible", "messages")),
 ]
 
 

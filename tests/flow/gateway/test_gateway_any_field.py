@@ -175,7 +175,8 @@ DIALECTS = {
 def refused_fields(title):
     """The fields that the page says are refused."""
     row = next(line for line in PAGE.splitlines() if line.startswith(f"| {title} |"))
-    return set(re.findall(r"`(\w+)`", row))
+    reasons = PAGE.partition("| field | reason |")[2].partition("\n\n")[0]
+    return set(re.findall(r"`(\w+)`", row)) | {"best_of", "echo"} & set(re.findall(r"`(\w+)`", reasons))
 
 
 def random_request(dice, path):

@@ -145,6 +145,16 @@ def test_a_root_that_breaks_a_path_says_why(scene, messages, tools, reason):
     assert (place.step, place.reason) == (None, reason)
 
 
+def test_calls_with_and_without_tools_in_turns_change_the_tools_only(scene):
+    scene.call([ASK], "one", tools=(TOOL,))
+    scene.call([ASK, said("one"), MORE], "two")
+    third = [ASK, said("one"), MORE, said("two"), ASK]
+    assert scene.match(third, (TOOL,)).reason == TOOLS_CHANGED
+    scene.call(third, "three", tools=(TOOL,))
+    assert scene.match([*third, said("three"), MORE]).reason == TOOLS_CHANGED
+    assert scene.match([MORE, *third[1:], said("three"), MORE]).reason == HISTORY_EDITED
+
+
 def test_tools_that_are_dropped_on_the_way_are_named(scene):
     scene.call([ASK], "one", tools=(TOOL,))
     scene.call([ASK, said("one"), MORE], "two", tools=(TOOL,))

@@ -9,6 +9,7 @@ DIALECTS = Registry(
         "responses": "penstock.gateway.dialects.responses:ResponsesDialect",
         "completions": "penstock.gateway.dialects.completions:CompletionsDialect",
         "messages": "penstock.gateway.dialects.messages:MessagesDialect",
+        "inference": "penstock.gateway.dialects.inference:InferenceDialect",
         "generate": "penstock.gateway.dialects.generate:GenerateDialect",
     },
 )
