@@ -26,6 +26,7 @@ from penstock.cli import (
     report,
     rollout,
     secrets,
+    sft,
     submitted,
     verify,
     view,
@@ -95,6 +96,7 @@ app.add_typer(rollout.app, name="rollout")
 app.command("report")(report.report)
 app.command("view")(view.view)
 app.command("verify")(verify.verify)
+app.command("sft")(sft.sft)
 app.add_typer(grader.app, name="grader")
 app.add_typer(pool.app, name="pool")
 app.add_typer(datasets.app, name="dataset")
