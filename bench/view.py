@@ -1,11 +1,14 @@
 """How long the dashboard's screens take as a run grows: each screen's first and second answer, and the server's memory.
 
 `python -m bench.view [--rollouts 100000] [--calls 10] [--json]`; a run of that size is compared with one of a hundredth of it.
+With `--browser`, a real Chromium opens each screen, in a server of its own that was just started: until the screen is drawn.
 """
 
 import argparse
 import asyncio
 import json
+import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -116,8 +119,8 @@ def _add_files(folder: RunFolder, groups: int) -> None:
     folder.write_summary(b'{"status": "finished"}')
 
 
-def rss_mb() -> float:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 1e6
+def rss_mb(pid: int | str = "self") -> float:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 / 1e6
 
 
 async def measure(folder: Path, groups: int) -> dict[str, list[float]]:
@@ -150,19 +153,76 @@ async def measure(folder: Path, groups: int) -> dict[str, list[float]]:
     return found
 
 
+SCREENS = {
+    "runs": "#/runs",
+    "run": "#/run/run",
+    "step": "#/run/run/step/5",
+    "groups": "#/run/run/groups",
+    "ended": "#/run/run/ended/timeout",
+    "search": "#/run/run/search?text=no%20such%20words",
+    "group": "#/run/run/group/{middle}",
+    "rollout": "#/run/run/rollout/{middle}.0.1",
+    "tokens": "#/run/run/tokens/{middle}.0.1/5",
+    "timeline": "#/run/run/timeline",
+    "pool": "#/run/run/pool",
+    "evaluations": "#/evals",
+}
+
+
+def paint(folder: Path, groups: int) -> tuple[dict[str, list[float]], float]:
+    """Seconds from the address to the drawn screen in a fresh tab, at first and again; and what the server grew by."""
+    from playwright.sync_api import sync_playwright
+
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    found = dict[str, list[float]]()
+    command = [sys.executable, "-m", "penstock", "view", str(folder), "--port", "0", "--no-browser"]
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server,
+        sync_playwright() as driver,
+    ):
+        assert server.stdout is not None
+        address = json.loads(server.stdout.readline())["url"].split("#")[0]
+        browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        before = rss_mb(server.pid)
+        for name, place in SCREENS.items():
+            found[name] = [_drawn(browser, address + place.format(middle=f"train-{groups // 2}")) for _ in range(2)]
+        grown = rss_mb(server.pid) - before
+        browser.close()
+        server.terminate()
+    return found, grown
+
+
+def _drawn(browser: Any, url: str) -> float:
+    page = browser.new_page(viewport={"width": 1280, "height": 800})
+    start = time.perf_counter()
+    page.goto(url)
+    page.wait_for_selector("body[data-ready]", state="attached", timeout=60_000)
+    page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")  # it is painted
+    seconds = time.perf_counter() - start
+    assert page.locator(".error").count() == 0, page.locator("main").inner_text()[:500]
+    page.close()
+    return seconds
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rollouts", type=int, default=100_000)
     parser.add_argument("--calls", type=int, default=10)
+    parser.add_argument("--browser", action="store_true")
+    parser.add_argument("--run", type=Path, help="a run that is there already, of --rollouts rollouts")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(sys.argv[1:] if sys.argv[0].endswith("view.py") else [])
     sizes, told = [max(800, options.rollouts // 100), options.rollouts], dict[int, dict[str, Any]]()
-    for rollouts in sizes:
+    for rollouts in sizes[1:] if options.run else sizes:
         with tempfile.TemporaryDirectory(prefix="penstock-view-bench-") as root:
-            run = make_run(Path(root), rollouts, options.calls)
-            size_mb, before = (run.path / "pool.db").stat().st_size / 1e6, rss_mb()
-            screens = asyncio.run(measure(run.path, rollouts // GROUP_SIZE))
-            told[rollouts] = {"pool_mb": size_mb, "screens": screens, "grown_mb": rss_mb() - before}
+            path = options.run or make_run(Path(root), rollouts, options.calls).path
+            size_mb, before = (path / "pool.db").stat().st_size / 1e6, rss_mb()
+            if options.browser:
+                screens, grown = paint(path, rollouts // GROUP_SIZE)
+            else:
+                screens = asyncio.run(measure(path, rollouts // GROUP_SIZE))
+                grown = rss_mb() - before
+            told[rollouts] = {"pool_mb": size_mb, "screens": screens, "grown_mb": grown}
     if options.json:
         print(json.dumps(told))
         return

@@ -19,6 +19,7 @@ SCREENS = {
     "step": "#/run/run/step/1",
     "groups": "#/run/run/groups",
     "ended": "#/run/run/ended/agent_error",
+    "search": "#/run/run/search?text=script",
     "group": "#/run/run/group/train-0",
     "rollout": "#/run/run/rollout/train-0.3.1",
     "long rollout": "#/run/run/rollout/train-2.0.1",
@@ -128,6 +129,17 @@ def test_why_a_rollout_got_0_and_which_tokens_were_trained_take_three_clicks(bro
     assert f"grader {HOSTILE.split()[0]}" in page.locator("#why").inner_text() and "gave 0" in page.locator("#why").inner_text()
     page.get_by_text("Which of its tokens were trained?").click()
     page.get_by_text("These tokens were trained in step 1").wait_for()
+
+
+def test_words_of_a_conversation_are_found_from_anywhere_and_marked(browsing):
+    page = browsing.open("#/run/run/pool")
+    page.keyboard.press("/")
+    page.keyboard.type("ANSWER 3")
+    page.keyboard.press("Enter")
+    page.get_by_role("heading", name="Search").wait_for()
+    assert page.locator("mark").first.inner_text() == "answer 3"
+    page.get_by_role("link", name="train-5.3.1").click()
+    page.get_by_role("heading", name="Rollout train-5.3.1").wait_for()
 
 
 def test_a_token_shows_what_engine_and_trainer_said(browsing):

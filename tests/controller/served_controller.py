@@ -25,6 +25,7 @@ class ControllerClient:
         sent = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         url = path if path.startswith("http") else f"{self.url}/api/cli/{path}"
         shown = {"authorization": f"Bearer {self.controller.home.token()}"} if token else {}
+        shown |= {} if "X-Osmosis-Git" in headers else {"X-Osmosis-Git": "acme/agents"}
         asked = self._session.request(method, URL(url, encoded=True), data=sent, headers=shown | headers)
         async with asked as response:
             content = await response.read()

@@ -36,7 +36,7 @@ def test_an_unknown_repository_branch_or_none_is_told_with_a_remedy(tmp_path):
             assert "penstock controller register PATH --name a/c" in refused["error"]
             status, refused = await caller.ask("GET", "rollouts?branch=none", **{"X-Osmosis-Git": "a/b"})
             assert (status, refused["code"]) == (404, "BRANCH_UNKNOWN")
-            status, refused = await caller.ask("GET", "rollouts")
-            assert (status, refused["code"]) == (400, "REPOSITORY_REQUIRED")
+            status, refused = await caller.ask("GET", "rollouts", **{"X-Osmosis-Git": ""})
+            assert (status, refused["code"]) == (400, "GIT_SCOPE_HEADER_REQUIRED")
 
     asyncio.run(whole())

@@ -278,7 +278,15 @@ def test_code_must_be_known_by_its_digest(client):
     assert wrong.code == "SNAPSHOT_MISMATCH"
     target = f"/api/cli/snapshots/{sha256(content).hexdigest()}"
     assert [exchange(client.url, "PUT", target, content, client.headers())[0] for _ in range(2)] == [201, 200]
-    assert refused(replace(client, git=None).submit, "eval", {"experiment_config": {}}).code == "CODE_MISSING"
+    assert refused(replace(client, git="local/none").submit, "eval", {"experiment_config": {}}).code == "CODE_MISSING"
+
+
+@pytest.mark.parametrize("path", ["datasets", "eval-runs", "training-runs", "rollouts", "models/base", "environment-secrets"])
+def test_a_request_names_its_repository_as_the_contract_says(client, path):
+    for git, code in ((None, "GIT_SCOPE_HEADER_REQUIRED"), ("no repository", "GIT_SCOPE_HEADER_INVALID")):
+        told = refused(replace(client, git=git).ask, "GET", path)
+        assert (told.status, told.code, told.body["field"]) == (400, code, "x-osmosis-git")
+    assert replace(client, git=None).ask("GET", "verify")["user"]
     assert refused(client.submit, "eval", {"experiment_config": {}}).code == "REPOSITORY_UNKNOWN"
 
 

@@ -27,14 +27,23 @@ NAMES = {
             "register",
         ),
     ],
-    "claw_r1.agent_flow.agent_flow": ["AgentFlowBase", "AgentFlowManager", "AgentFlowWorker", "Step", "register"],
+    "claw_r1.agent_flow.agent_flow": [
+        "AgentFlowBase",
+        "AgentFlowManager",
+        "AgentFlowWorker",
+        "AgentFlowWorkerBase",
+        "Step",
+        "register",
+    ],
     "claw_r1.agent_flow.single_step_single_turn_agent_flow": ["SingleStepSingleTurnAgentFlow"],
     "claw_r1.agent_flow.multi_step_agent_flow": ["MultiStepAgentFlow"],
     "claw_r1.blackbox_agent": ["BlackBoxAgentFlowBase", "BlackBoxGSM8KAgentFlow", "GSM8KAgent"],
     "claw_r1.blackbox_agent.blackbox_agent_flow": ["BlackBoxAgentFlowBase"],
     "claw_r1.blackbox_agent.gsm8k_agent_flow": ["BlackBoxGSM8KAgentFlow"],
     "claw_r1.blackbox_agent.gsm8k_agent": ["GSM8KAgent"],
-    "claw_r1.data_pool": ["Step"],
+    "claw_r1.async_rollouter": ["AsyncRollouter"],
+    "claw_r1.data_pool": ["DataPool", "DataPoolConfig", "Step"],
+    "claw_r1.data_pool.data_pool": ["DataPool", "DataPoolConfig"],
     "claw_r1.data_pool.data_model": ["Step"],
 }
 COMMANDS = ["claw_r1.async_main", "claw_r1.main_agent_ppo", "claw_r1.gateway.gateway"]
@@ -68,7 +77,7 @@ def test_a_name_that_there_is_not_is_an_attribute_error(module):
         _ = importlib.import_module(module).nothing
 
 
-@pytest.mark.parametrize("name", ["DataPool", "DataPoolConfig", "TrainingBackend", "VerlBackend"])
+@pytest.mark.parametrize("name", ["TrainingBackend", "VerlBackend"])
 def test_what_is_not_offered_says_what_to_use(name):
     with pytest.raises(AttributeError, match="penstock pool"):
         getattr(importlib.import_module("claw_r1.data_pool"), name)

@@ -9,12 +9,16 @@ from pathlib import Path
 
 import pytest
 from osmosis_shell import FOLDERS, Shell, answering, at_a_terminal, make_workspace, run_process
+from seed_rollouts import TASK, run_rollouts
 
 from osmosis_ai import __version__
 from osmosis_ai.cli.app import GROUPS, command_of, split_flags
 from osmosis_ai.cli.connection import identify
 from osmosis_ai.cli.environment import read_settings
 from osmosis_ai.cli.figures import columns, duration, moment, size
+from penstock.chat.renderer import Renderer
+from penstock.sdk.discovery import load_agent
+from penstock.testing import write_tokenizer
 
 TREE = {
     "dataset": {"validate", "upload", "download", "list", "info", "logs", "preview"},
@@ -26,6 +30,7 @@ TREE = {
     "auth": {"login", "logout", "whoami"},
     "secret": {"list", "set", "delete"},
 }
+PORTABLE = ["multiply-local-strands", "multiply-local-openai"]
 ROW = {"system_prompt": "", "user_prompt": "3*7", "ground_truth": "21", "metadata": {"level": 1}}
 
 
@@ -246,8 +251,9 @@ GOOD = [ROW] * 4
 )
 def test_every_row_of_a_dataset_is_looked_at(osmosis, rows, flaw):
     ran = osmosis.json("dataset", "validate", rows_file(*rows))
-    (error,) = ran.told["data"]["errors"]
-    assert ran.code == 1 and flaw in error and not ran.told["data"]["valid"]
+    (error,) = ran.error["details"]["errors"]
+    assert (ran.code, ran.error["code"], ran.out) == (1, "VALIDATION", "")
+    assert flaw in error and flaw in ran.error["message"] and not ran.error["details"]["valid"]
 
 
 def test_a_dataset_without_flaw_is_valid(osmosis):
@@ -258,7 +264,7 @@ def test_a_dataset_without_flaw_is_valid(osmosis):
 
 
 def test_flaws_of_all_rows_are_told_up_to_a_number(osmosis):
-    errors = osmosis.json("dataset", "validate", rows_file(*[{**ROW, "user_prompt": ""}] * 30)).told["data"]["errors"]
+    errors = osmosis.json("dataset", "validate", rows_file(*[{**ROW, "user_prompt": ""}] * 30)).error["details"]["errors"]
     assert len(errors) == 21 and errors[-1] == "and 10 more"
 
 
@@ -346,6 +352,23 @@ def test_templates_are_named_and_written_whole(osmosis):
     assert f"rollouts/{names[0]}/main.py" in applied["resource"]["files"]
     assert osmosis.json("template", "apply", names[0]).error["code"] == "CONFLICT"
     assert osmosis.json("template", "apply", names[0], "-f").code == 0
+
+
+@pytest.mark.parametrize("command", [["rollout", "init", "mine"], *(["template", "apply", name] for name in PORTABLE)])
+def test_what_is_written_also_runs_on_the_platform(osmosis, command):
+    make_workspace(Path.cwd())
+    files = osmosis.json(*command).told["resource"]["files"]
+    (main,) = [Path(file) for file in files if file.endswith(".py")]
+    text = main.read_text()
+    assert main.name == "main.py" and "from osmosis_ai.rollout import" in text and "import penstock" not in text
+    assert "from penstock" not in text and "create_rollout_server(backend=backend)" in text and "_OSMOSIS_ROLLOUT_PORT" in text
+    assert '"osmosis-ai[server]>=0.2.31"' in main.with_name("pyproject.toml").read_text()
+    agent = load_agent(main, {}, {})
+    call = '<tool_call>\n{"name": "multiply", "arguments": {"a": 6, "b": 7}}\n</tool_call>'
+    renderer = Renderer.load(write_tokenizer(Path.cwd() / "model"))
+    for said, reward in (("42", 1.0), ("41", 0.0)):
+        attempt = run_rollouts(renderer, agent, [call, said], task=TASK).attempt
+        assert (attempt.end, attempt.reward, len(attempt.steps)) == ("completed", reward, 2)
 
 
 def test_a_rollout_is_begun_with_its_files_and_not_written_over(osmosis):

@@ -233,13 +233,24 @@ def test_models_are_two_lists_or_one(osmosis):
 
 
 def test_rollouts_are_listed_once_a_repository_is_known(osmosis, controller, workspace):
-    unknown = osmosis.json("rollout", "list").error
+    unknown = osmosis.json("rollout", "list", "--branch", "main").error
     assert unknown["code"] == "NOT_FOUND" and "some/agents" in unknown["message"]
     commit(workspace, "rollouts/known/main.py")
     ControllerClient(controller["OSMOSIS_PLATFORM_URL"], controller["OSMOSIS_TOKEN"]).register_repository("some/agents", workspace)
     told = osmosis.json("rollout", "list", "--branch", "main").told
     assert set(told) == PAGE | G | {"branch"} and [item["name"] for item in told["items"]] == ["known"]
     assert list(told["items"][0]) == ["id", "name", "is_active", "repo_full_name", "last_synced_commit_sha", "created_at"]
+
+
+def test_the_rollouts_of_a_plain_folder_are_listed(osmosis, tmp_path, monkeypatch):
+    plain = make_workspace(tmp_path / "plain")
+    monkeypatch.chdir(plain)
+    for name in ("b", "a", ".hidden"):
+        (plain / "rollouts" / name).mkdir()
+    told = osmosis.json("rollout", "list", "--limit", "1").told
+    assert ([item["name"] for item in told["items"]], told["total_count"], told["has_more"]) == (["a"], 2, True)
+    assert list(told["items"][0]) == ["id", "name", "is_active", "repo_full_name", "last_synced_commit_sha", "created_at"]
+    assert [item["name"] for item in osmosis.json("rollout", "list", "--all").told["items"]] == ["a", "b"]
 
 
 def commit(folder, file):

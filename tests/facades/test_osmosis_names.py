@@ -199,7 +199,7 @@ def no_environment(monkeypatch):
 
 def test_an_empty_context_is_filled_from_the_environment_and_a_given_value_stays(no_environment):
     empty = RolloutContext()
-    assert (empty.chat_completions_url, empty.api_key, empty.rollout_id, empty.sample_sources) == ("", "", "", {})
+    assert (empty.chat_completions_url, empty.api_key, empty.rollout_id, empty.sample_sources) == ("", None, "", {})
     no_environment.setenv("OSMOSIS_CHAT_COMPLETIONS_URL", "http://env/v1")
     no_environment.setenv("OSMOSIS_API_KEY", "env-key")
     no_environment.setenv("OSMOSIS_ROLLOUT_ID", "env-id")

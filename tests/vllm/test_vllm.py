@@ -107,7 +107,7 @@ async def read(engine: Engine, prompt: Sequence[int], sampling: Sampling) -> Sam
     """The whole reply as one chunk."""
     chunks = [chunk async for chunk in engine.generate(prompt, sampling)]
     columns = [sum((getattr(c, name) for c in chunks), ()) for name in ("ids", "logprobs", "full_logprobs", "versions")]
-    return SampledChunk(*columns, finish=chunks[-1].finish)
+    return SampledChunk(*columns, finish=chunks[-1].finish, behaviour_known=all(chunk.behaviour_known for chunk in chunks))
 
 
 @torch.no_grad()

@@ -91,11 +91,12 @@ def test_versions_are_true_while_replies_run(server: str, model: Path, tmp_path:
     async def case() -> None:
         async with opened(server, model) as engine:
             await engine.load(0, model)
-            replies, begun = dict[int, SampledChunk](), asyncio.Event()
+            replies, begun = dict[int, SampledChunk](), [asyncio.Event() for _ in range(6)]
             async with asyncio.TaskGroup() as group:
                 for n in range(6):
-                    group.create_task(follow(engine, n, replies, begun))
-                await begun.wait()
+                    group.create_task(follow(engine, n, replies, begun[n]))
+                for event in begun:
+                    await event.wait()
                 await engine.load(1, tmp_path / "1")
         for n, reply in replies.items():
             truth = {version: scores(decoder, [*PROMPT, n], reply.ids) for version, decoder in decoders.items()}
@@ -141,12 +142,11 @@ def test_a_training_run_publishes_weights_that_are_really_served(server: str, mo
 
 
 async def follow(engine: VllmEngine, n: int, replies: dict[int, SampledChunk], begun: asyncio.Event) -> None:
-    """Read a reply; say when it is well under way."""
+    """Read a reply; say when it has begun."""
     chunks: list[SampledChunk] = []
     async for chunk in engine.generate([*PROMPT, n], Sampling(max_tokens=48), rollout_id=f"train-{n}.0.1"):
+        begun.set()
         chunks.append(chunk)
-        if len(joined(chunks).ids) >= 8:
-            begun.set()
     replies[n] = joined(chunks)
 
 

@@ -27,6 +27,7 @@ from penstock.cli import (
     report,
     rollout,
     secrets,
+    sft,
     submitted,
     verify,
     view,
@@ -97,6 +98,7 @@ app.command("compare")(compare.compare)
 app.command("report")(report.report)
 app.command("view")(view.view)
 app.command("verify")(verify.verify)
+app.command("sft")(sft.sft)
 app.add_typer(grader.app, name="grader")
 app.add_typer(pool.app, name="pool")
 app.add_typer(datasets.app, name="dataset")

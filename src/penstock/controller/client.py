@@ -14,6 +14,7 @@ from urllib.parse import quote, urlencode, urlsplit
 import orjson
 
 from penstock import __version__
+from penstock.controller.identity import GIT_HEADER, NO_REPOSITORY
 from penstock.controller.runs import RunKind
 from penstock.errors import ConfigError, ControllerError
 from penstock.system.files import replacing
@@ -204,13 +205,14 @@ class ControllerClient:
         token: bool = True,
         timeout_s: float | None = None,
     ) -> JsonObject:
-        request = HttpRequest(method=method, url=f"{self.url}{path}", headers=self._headers(token=token))
+        headers = {GIT_HEADER: NO_REPOSITORY} if token and "/verify" not in path else {}
+        request = HttpRequest(method=method, url=f"{self.url}{path}", headers=headers | self._headers(token=token))
         return send_json(request, body, timeout_s=timeout_s or self._timeout_s)
 
     def _headers(self, *, token: bool = True) -> dict[str, str]:
         headers = {"user-agent": f"penstock/{__version__}"}
         if self.git:
-            headers["x-osmosis-git"] = self.git
+            headers[GIT_HEADER] = self.git
         if token and self.token:
             headers["authorization"] = f"Bearer {self.token}"
         return headers

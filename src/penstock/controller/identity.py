@@ -12,6 +12,11 @@ DEVICE = "device:"
 """Before the token id of a device on its own; no person's name begins so."""
 PERSON = re.compile(r"[a-z0-9](?:[a-z0-9._@+-]{0,62}[a-z0-9])?")
 
+GIT_HEADER = "x-osmosis-git"
+"""Names the repository of a workspace, as `owner/name`."""
+NO_REPOSITORY = "local/none"
+"""Its value from a folder without one."""
+
 
 class Identity(NamedTuple):
     """The bearer of a token."""

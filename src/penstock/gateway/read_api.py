@@ -4,7 +4,8 @@ A cursor holds a position in each channel, so that no entry is missed or repeate
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
@@ -86,6 +87,7 @@ class ReadApi:
 
     async def stats(self, request: Request) -> Response:
         """Counts of the requested channels, and their sums."""
+        refuse_unknown(request, STATS_PARAMETERS)
         channels = await self._channels(request)
         async with self._reading:
             by_channel = {name: stats(await self._pool.stats(name)) for name in channels}
@@ -102,6 +104,7 @@ class ReadApi:
 
     async def events(self, request: Request) -> Response:
         """Changes since each channel's cursor, in order."""
+        refuse_unknown(request, EVENT_PARAMETERS)
         channels = await self._channels(request)
         after = read_positions(request, channels)
         at, limit = min(after.values(), default=0), read_limit(request)
@@ -151,12 +154,20 @@ class ReadApi:
         return replace(known[rollout_id].get(index) or Mark(rollout_id=rollout_id, step=index), **changes)
 
     async def _page(self, request: Request, name: str, entries: Entries) -> Response:
-        page = _EntryPage(entries, limit=read_limit(request), skip=read_offset(request))
+        refuse_unknown(request, PAGE_PARAMETERS[name])
+        wanted = request.query_params.get("prompt_uid")
+
+        def of_prompt(group: Group) -> Iterable[dict[str, Any]]:
+            return entries(group) if wanted in (None, prompt_uid(group), group.id) else ()
+
+        page = _EntryPage(of_prompt, limit=read_limit(request), skip=read_offset(request))
+        channels = await self._channels(request)
         if uid := request.query_params.get("trajectory_uid"):
             async with self._reading:
-                await asyncio.to_thread(page.add, await self._as_group(uid))
+                group = await self._as_group(uid)
+                if group.channel in channels:
+                    await asyncio.to_thread(page.add, group)
             return json_response({name: page.found, "cursors": {}, "more": page.more})
-        channels = await self._channels(request)
         cursors = read_cursors(request, channels)
         async with self._reading:
             for channel in channels:
@@ -239,6 +250,22 @@ class _EntryPage:
 
 
 # Query parameters
+
+PAGE_PARAMETERS = {
+    "steps": ("channel", "channels", "trajectory_uid", "prompt_uid", "limit", "offset", "cursor", "tokens"),
+    "trajectories": ("channel", "channels", "trajectory_uid", "prompt_uid", "limit", "offset", "cursor"),
+}
+EVENT_PARAMETERS = ("channel", "channels", "limit", "cursor")
+STATS_PARAMETERS = ("channel", "channels")
+
+
+def refuse_unknown(request: Request, known: Sequence[str]) -> None:
+    """SchemaError 422 for a parameter that would be ignored."""
+    for name in request.query_params:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+            raise schema_error(f"is not a parameter of this route; {hint}", "query", name)
 
 
 def read_limit(request: Request) -> int:

@@ -27,7 +27,7 @@ class StoredResponses:
             rollout_id, prompt_uid = session_rollout(request.scope["headers"], b""), SESSION_PROMPT
         session = await self._find(rollout_id, prompt_uid)
         graph = await session.graph(self._pool)
-        name = request.path_params["response"]
+        name = request.path_params.get("response", "")
         steps = graph.answer(name.removeprefix(RESPONSE_ID))
         if not name.startswith(RESPONSE_ID) or not steps:
             text = f"response {name[:200]!r} is none of this rollout"

@@ -12,14 +12,15 @@ from penstock.records import Attempt, Grade, Group
 
 def group_of(group: Group, policy: str) -> Group:
     """The attempts in which `policy` was asked, with its nodes and steps alone."""
-    return replace(group, attempts=tuple(_attempt_of(attempt, policy) for attempt in group.attempts if took_part(attempt, policy)))
+    return replace(group, attempts=tuple(attempt_of(attempt, policy) for attempt in group.attempts if took_part(attempt, policy)))
 
 
 def took_part(attempt: Attempt, policy: str) -> bool:
     return any(step.policy == policy for step in attempt.steps)
 
 
-def _attempt_of(attempt: Attempt, policy: str) -> Attempt:
+def attempt_of(attempt: Attempt, policy: str) -> Attempt:
+    """The nodes and steps of `policy` alone, with the grades that it is credited with."""
     steps = tuple(step for step in attempt.steps if step.policy == policy)
     nodes, indices = {step.node for step in steps}, {step.index for step in steps}
     return replace(

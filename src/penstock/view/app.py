@@ -28,9 +28,11 @@ from penstock.http.listen import base_url, bind, host_name, known_names
 from penstock.http.server import HttpServer
 from penstock.pool.base import PoolClass
 from penstock.pool.sql.database import PoolDatabase
+from penstock.pool.sql.reads import list_channels
 from penstock.view import evaluations, overview, rollouts
 from penstock.view.queries import ended_page, exists, group_rows
 from penstock.view.run_files import ViewedRun
+from penstock.view.search import search_page
 from penstock.view.sources import OpenRuns, RunSource
 from penstock.view.texts import cut
 from penstock.view.timeline import DEFAULT_S, timeline
@@ -152,6 +154,17 @@ def ended_screen(asked: ScreenRequest) -> dict[str, Any]:
         return {"rollouts": found, "before": page.before}
 
 
+def search_screen(asked: ScreenRequest) -> dict[str, Any]:
+    files, text = asked.files(), asked.text("text").strip()
+    if not text:
+        raise RequestError("the query needs text=…, words to look for", code="missing_parameter", param="text")
+    with reading(files) as database:
+        channel, before = asked.text("channel", "train"), asked.number("before", overview.AFTER_LAST)
+        page = search_page(database, channel, text, before=before)
+        found = [each._asdict() for each in page.found]
+        return {"found": found, "groups": page.groups, "before": page.before, "channels": list_channels(database)}
+
+
 def group_screen(asked: ScreenRequest) -> dict[str, Any]:
     files = asked.files()
     with reading(files) as database:
@@ -213,6 +226,7 @@ SCREENS: dict[str, Query] = {
     "step": step_screen,
     "groups": groups_screen,
     "ended": ended_screen,
+    "search": search_screen,
     "group": group_screen,
     "rollout": rollout_screen,
     "call": call_screen,

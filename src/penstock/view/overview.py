@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterable
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
 from penstock.config import TrainSection, validate
 from penstock.errors import ConfigError, PenstockError
@@ -13,6 +13,7 @@ from penstock.records import Group
 from penstock.train.advantages import ADVANTAGES
 from penstock.train.advantages.base import level_of
 from penstock.train.algorithm import load_advantage
+from penstock.train.policy_groups import group_of
 from penstock.view.queries import GroupRow, LeaseRow, check_ledger, group_page, lease_rows, ledger_page
 from penstock.view.run_files import AlarmLog, ViewedRun
 from penstock.view.sources import OpenRuns
@@ -145,8 +146,23 @@ def advantages_of(files: ViewedRun, group: Group) -> dict[str, float]:
 
     That function is named in a file that may come from anywhere, so it is not imported.
     """
+    return {} if files.config.get("policies") else _advantages(files, group)
+
+
+def policy_advantages(files: ViewedRun, group: Group) -> dict[str, dict[str, float]]:
+    """Returns the advantages of each trained policy, by its name and the rollout's id; nothing in a run with one policy.
+
+    `group` must have its steps: they say which policy was asked.
+    """
+    policies = files.config.get("policies")
+    named = cast("dict[str, Any]", policies) if isinstance(policies, dict) else dict[str, Any]()
+    trained = [name for name, section in named.items() if not (isinstance(section, dict) and section.get("frozen"))]
+    return {name: _advantages(files, group_of(group, name)) for name in trained}
+
+
+def _advantages(files: ViewedRun, group: Group) -> dict[str, float]:
     name = files.setting("train", "advantage")
-    if name not in BUILT_IN_ADVANTAGES or files.kind != "train" or files.config.get("policies") or group.channel != "train":
+    if name not in BUILT_IN_ADVANTAGES or files.kind != "train" or group.channel != "train":
         return {}
     try:
         advantage = load_advantage(validate(TrainSection, files.config.get("train") or {}, "config.json"))

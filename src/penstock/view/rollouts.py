@@ -18,8 +18,9 @@ from penstock.pool.rules import GroupState
 from penstock.pool.sql import reads
 from penstock.pool.sql.database import PoolDatabase
 from penstock.records import Attempt, Node, Step
+from penstock.train.policy_groups import attempt_of
 from penstock.train.sequences import Graph, read_graph, step_masks, why_untrainable
-from penstock.view.overview import advantages_of
+from penstock.view.overview import advantages_of, policy_advantages
 from penstock.view.queries import group_rows, state_of, trained_version
 from penstock.view.run_files import ViewedRun
 from penstock.view.texts import REASONS, cut
@@ -45,6 +46,7 @@ def group_screen(files: ViewedRun, database: PoolDatabase, group_id: str) -> dic
     except PenstockError as error:
         raise RequestError(str(error), status=404, code="unknown_group") from error
     advantages, version = advantages_of(files, group), trained_version(database, group_id)
+    by_policy = policy_advantages(files, group)
     text, paths = TokenTexts.of(files), [_main_path(attempt) for attempt in group.attempts]
     parting = _first_difference([path.ids for path in paths if path.ids])
     return {
@@ -65,6 +67,7 @@ def group_screen(files: ViewedRun, database: PoolDatabase, group_id: str) -> dic
             {
                 **_attempt_head(attempt),
                 "advantage": advantages.get(attempt.rollout.id),
+                "policies": {name: found[attempt.rollout.id] for name, found in by_policy.items() if attempt.rollout.id in found},
                 "calls": len(attempt.steps),
                 "tokens": sum(step.sampled for step in attempt.steps),
                 "parts_at": None if parting is None else path.step_at(parting),
@@ -161,9 +164,12 @@ class TrainingCredit(NamedTuple):
     advantage: float | None
     masks: dict[int, str | None]
     """Per call: why its tokens were not trained; None if they were, or will be."""
+    policies: dict[str, float]
+    """The advantage in each policy's view of the group; empty in a run with one policy."""
 
     def as_json(self) -> dict[str, Any]:
-        return {"state": self.state, "version": self.version, "step": self.step, "advantage": self.advantage}
+        fields = ("state", "version", "step", "advantage", "policies")
+        return {name: getattr(self, name) for name in fields}
 
     def verdict(self, call: int) -> dict[str, Any]:
         reason = self.masks.get(call)
@@ -181,6 +187,8 @@ def _credit(files: ViewedRun, database: PoolDatabase, attempt: Attempt) -> Train
     group_id, graph = attempt.rollout.group_id, read_graph(attempt)
     state, version = state_of(database, group_id), trained_version(database, group_id)
     advantage, step = _advantage(files, database, attempt), files.metrics.step_of(group_id)
+    policies = _policy_advantages(files, database, attempt)
+    recompute = files.setting("train", "unknown_logprobs") == "recompute"
     if attempt.reward is None:
         masks: dict[int, str | None] = dict.fromkeys(graph.steps, "ungraded")
     elif attempt.curated_out:
@@ -188,9 +196,19 @@ def _credit(files: ViewedRun, database: PoolDatabase, attempt: Attempt) -> Train
     elif advantage is None:  # computed by a function of the run's own: only what holds at any advantage is known
         masks = {index: why_untrainable(call, graph) for index, call in graph.steps.items()}
     else:
-        recompute = files.setting("train", "unknown_logprobs") == "recompute"
         masks = step_masks(attempt, graph, advantage, recompute=recompute)
-    return TrainingCredit(state, version, step, advantage, masks)
+    for policy, value in policies.items():
+        view = attempt_of(attempt, policy)
+        masks |= step_masks(view, read_graph(view), value, recompute=recompute)
+    return TrainingCredit(state, version, step, advantage, masks, policies)
+
+
+def _policy_advantages(files: ViewedRun, database: PoolDatabase, attempt: Attempt) -> dict[str, float]:
+    if not files.config.get("policies"):
+        return {}
+    (group,) = reads.read_groups(database, [attempt.rollout.group_id])
+    name = attempt.rollout.id
+    return {policy: found[name] for policy, found in policy_advantages(files, group).items() if name in found}
 
 
 def _advantage(files: ViewedRun, database: PoolDatabase, attempt: Attempt) -> float | None:

@@ -5,9 +5,10 @@ Metrics and events are read once and then only as far as they have grown, so tha
 
 import math
 import re
-import statistics
 import time
 from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -41,6 +42,9 @@ MAX_LINE = 16 << 20
 RUN_NAMES = ("config.json", "events.jsonl", "metrics.jsonl", "summary.json", "evals.json", "pool.db", "pool.db-wal")
 
 
+BLOCK_BYTES = 4 << 20
+
+
 class GrowingFile:
     """Reads the lines that were added to a file since the last look. A file that was replaced is read from its start."""
 
@@ -50,24 +54,37 @@ class GrowingFile:
 
     def new_lines(self) -> tuple[bool, list[tuple[int, bytes]]]:
         """Returns whether the file is another than before, and its new whole lines with their positions."""
+        start = self.read_bytes
+        again, blocks = self.new_blocks()
+        lines = list[tuple[int, bytes]]()
+        start = 0 if again else start
+        for block in blocks:
+            for line in block.split(b"\n")[:-1]:
+                lines.append((start, line + b"\n"))
+                start += len(line) + 1
+        return again, lines
+
+    def new_blocks(self) -> tuple[bool, Iterator[bytes]]:
+        """Returns whether the file is another than before, and its new whole lines, many at once."""
         try:
-            with self._path.open("rb") as file:
-                stat = self._path.stat()
-                again = (stat.st_ino, stat.st_size >= self.read_bytes) != (self._inode, True)
-                if again:
-                    self._inode, self.read_bytes = stat.st_ino, 0
-                file.seek(self.read_bytes)
-                lines, start = list[tuple[int, bytes]](), self.read_bytes
-                for line in file:
-                    if not line.endswith(b"\n"):
-                        break  # it is being written, or a kill cut it short
-                    lines.append((start, line))
-                    start += len(line)
-                self.read_bytes = start
-                return again, lines
+            stat = self._path.stat()
         except OSError:
             again, self._inode, self.read_bytes = self._inode != 0, 0, 0
-            return again, []
+            return again, iter(())
+        again = (stat.st_ino, stat.st_size >= self.read_bytes) != (self._inode, True)
+        if again:
+            self._inode, self.read_bytes = stat.st_ino, 0
+        return again, self._blocks()
+
+    def _blocks(self) -> Iterator[bytes]:
+        with suppress(OSError), self._path.open("rb") as file:
+            file.seek(self.read_bytes)
+            rest = b""
+            while content := file.read(BLOCK_BYTES):
+                whole, newline, rest = (rest + content).rpartition(b"\n")  # the last line may be being written still
+                if newline:
+                    self.read_bytes += len(whole) + 1
+                    yield whole + newline
 
 
 class MetricsTable:
@@ -103,7 +120,7 @@ class MetricsTable:
             raise ValueError("a step has a number")
         values = {name: _number(entry.get(name)) for name in CURVES}
         rewards = [reward for reward in entry.get("rewards", []) if isinstance(reward, int | float)]
-        values["margin"] = 1.96 * statistics.stdev(rewards) / math.sqrt(len(rewards)) if len(rewards) > 1 else None
+        values["margin"] = _margin(rewards)
         rollouts, sampled = values["rollouts"], _number(entry.get("sampled_tokens"))
         values["length"] = sampled / rollouts if sampled is not None and rollouts else None
         for name, mean in component_values(entry).items():
@@ -187,16 +204,33 @@ class AlarmLog:
         self.counts, self.newest = Counter[str](), deque[dict[str, Any]](maxlen=self.KEPT)
 
     def refresh(self) -> None:
-        again, lines = self._file.new_lines()
+        again, blocks = self._file.new_blocks()
         if again:
             self.counts.clear()
             self.newest.clear()
-        for _, line in lines:
-            if self._wanted.search(line) and (event := parse_event(line)) and event["kind"] in self.KINDS:
+        for line in (line for block in blocks for line in self._lines(block)):
+            if (event := parse_event(line)) and event["kind"] in self.KINDS:
                 self.counts[event["kind"]] += 1
                 told = event.get("text") or event.get("message") or event.get("reason") or event.get("path") or ""
                 about = event.get("rollout_id") or event.get("group_id") or event.get("step") or ""
                 self.newest.append({"time": event["time"], "kind": event["kind"], "about": about, "text": str(told)[:500]})
+
+    def _lines(self, block: bytes) -> Iterator[bytes]:
+        """Yields the lines that may be alarms; the others are never cut out, as a long run has millions."""
+        end = 0
+        for match in self._wanted.finditer(block):
+            if match.start() >= end:
+                end = block.index(b"\n", match.start()) + 1
+                yield block[block.rfind(b"\n", 0, match.start()) + 1 : end]
+
+
+def _margin(rewards: Sequence[float]) -> float | None:
+    """Returns 1.96 standard errors of the mean. `statistics.stdev` takes ten times as long, as it counts in fractions."""
+    count = len(rewards)
+    if count < 2:
+        return None
+    mean = math.fsum(rewards) / count
+    return 1.96 * math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / (count - 1) / count)
 
 
 def parse_event(line: bytes) -> dict[str, Any] | None:

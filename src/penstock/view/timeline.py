@@ -9,10 +9,10 @@ import orjson
 from penstock.pool.sql.database import PoolDatabase
 from penstock.view.run_files import parse_event
 
-MAX_BYTES = 4 << 20
+MAX_BYTES = 2 << 20
 """Of events that are read for one answer."""
-MAX_SPANS = 5000
-MAX_ROLLOUTS = 400
+MAX_SPANS = 2000
+MAX_ROLLOUTS = 200
 """Rollouts whose calls are looked up."""
 DEFAULT_S = 120.0
 

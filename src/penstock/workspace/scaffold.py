@@ -65,6 +65,28 @@ version = "0.1.0"
 requires-python = ">=3.11"
 dependencies = ["penstock[{extras}]>={version}"]
 """
+PORTABLE_PROJECT = """\
+[project]
+name = "{name}"
+version = "0.1.0"
+requires-python = ">=3.11"
+dependencies = [{packages}]
+"""
+"""Of a rollout that also runs on the Osmosis platform; here `osmosis-ai` is penstock-facades."""
+PORTABLE_README = """\
+# {name}
+
+{about}. It runs as it is, with a small model that this machine runs by itself, and on the Osmosis platform:
+
+```
+osmosis eval submit {evals}/{name}.toml
+osmosis train submit {trainings}/{name}.toml
+python main.py                            # a rollout server on port $_OSMOSIS_ROLLOUT_PORT, else 8000
+```
+
+`main.py` holds the agent (one AgentWorkflow), how it is graded (one Grader) and the server's entry;
+`../../{datasets}/{name}.jsonl` are the tasks. Change them into yours.
+"""
 README = """\
 # {name}
 
@@ -118,10 +140,15 @@ def create_missing_folders(folder: Path) -> list[str]:
     return created
 
 
-def init_rollout(workspace: Workspace, name: str, force: bool = False) -> list[Path]:
-    """Writes rollouts/NAME, its experiment files and its dataset; returns the paths. `force` overwrites all but the dataset."""
+def init_rollout(workspace: Workspace, name: str, force: bool = False, *, portable: bool = False) -> list[Path]:
+    """Writes rollouts/NAME, its experiment files and its dataset; returns the paths. `force` overwrites all but the dataset.
+
+    A `portable` one imports `osmosis_ai` and has a rollout server as its entry.
+    """
     check_name(name)
     files = rollout_files(name, about=PLAIN_ABOUT, code=PLAIN_CODE)
+    if portable:
+        files |= portable_files(name, about=PLAIN_ABOUT, code="osmosis/plain_main.py", packages=("openai",))
     if force:
         files = {path: text for path, text in files.items() if not (path.startswith(DATASETS) and (workspace.path / path).exists())}
     return write_files(workspace.path, files, force=force)
@@ -148,6 +175,17 @@ def rollout_files(name: str, *, about: str, code: dict[str, str], extras: str = 
     }
 
 
+def portable_files(name: str, *, about: str, code: str, packages: tuple[str, ...]) -> dict[str, str]:
+    """Returns the files of a rollout that also runs on the Osmosis platform; `code` is the example that is its main.py."""
+    folder, needed = f"{ROLLOUTS}/{name}", ("osmosis-ai[server]>=0.2.31", *packages, "uvicorn")
+    paths = {"evals": EVALS, "trainings": TRAININGS, "datasets": DATASETS, "name": name}
+    return {
+        f"{folder}/main.py": read_example(code),
+        f"{folder}/pyproject.toml": PORTABLE_PROJECT.format(name=name, packages=", ".join(f'"{each}"' for each in needed)),
+        f"{folder}/README.md": PORTABLE_README.format(about=about, **paths),
+    }
+
+
 def read_example(path: str) -> str:
     return (EXAMPLES / path).read_text(encoding="utf-8")
 
@@ -166,6 +204,8 @@ class Template:
     """Extra whose packages it needs besides those of `local`."""
     rollout: str = ""
     """Name of the rollout if the template is a workspace; empty for a folder with a `penstock.toml`."""
+    portable: Callable[[], dict[str, str]] | None = None
+    """Returns texts by path for a project that also runs on the Osmosis platform; None if there is no such form."""
 
     @property
     def next_commands(self) -> list[str]:
@@ -192,10 +232,19 @@ def _folder_files(toml: str, *names: str, **others: str) -> Callable[[], dict[st
     return files
 
 
-def _workspace_template(name: str, about: str, entry: str, extra: str) -> Template:
+def _workspace_template(name: str, about: str, entry: str, extra: str, portable: str) -> Template:
     code = {"main.py": entry, "agent.py": "multiply/agent.py"}
     files = partial(rollout_files, name, about=about, code=code, extras=f"local,{extra}")
-    return Template(about=f"a workspace: {about[:1].lower()}{about[1:]}", files=files, extra=extra, rollout=name)
+
+    def portable_form() -> dict[str, str]:
+        own = portable_files(name, about=about, code=portable, packages=PORTABLE_PACKAGES[extra])
+        return {path: text for path, text in files().items() if not path.endswith("/agent.py")} | own
+
+    title = f"a workspace: {about[:1].lower()}{about[1:]}"
+    return Template(about=title, files=files, extra=extra, rollout=name, portable=portable_form)
+
+
+PORTABLE_PACKAGES = {"strands": ("strands-agents",), "openai-agents": ("openai-agents",)}
 
 
 TEMPLATES = {
@@ -237,22 +286,25 @@ TEMPLATES = {
         "An agent that multiplies with a tool, written with Strands Agents",
         "multiply/strands_agent.py",
         "strands",
+        "osmosis/strands_main.py",
     ),
     "multiply-local-openai": _workspace_template(
         "multiply-local-openai",
         "An agent that multiplies with a tool, written with the OpenAI Agents SDK",
         "multiply/openai_agent.py",
         "openai-agents",
+        "osmosis/openai_main.py",
     ),
 }
 
 
-def apply_template(folder: Path, name: str, *, force: bool = False) -> list[Path]:
+def apply_template(folder: Path, name: str, *, force: bool = False, portable: bool = False) -> list[Path]:
     """Writes a template's project, all files or none; ConfigError if a file exists, unless `force`."""
     template = TEMPLATES.get(name)
     if template is None:
         raise ConfigError(f"there is no template {name!r}; there are {', '.join(TEMPLATES)}")
-    written = write_files(folder, template.files(), force=force)
+    files = template.portable() if portable and template.portable else template.files()
+    written = write_files(folder, files, force=force)
     if template.rollout:
         create_missing_folders(folder)
         write_gitignore(folder)

@@ -256,7 +256,7 @@ def test_a_response_can_be_read_again_by_its_id_in_its_own_rollout():
         same = ("id", "status", "output", "usage", "created_at", "model", "completed_at")
         assert {name: again[name] for name in same} == {name: first[name] for name in same}
         assert (await http.get("/v1/responses/resp_unknown")).status_code == 404
-        other = await talk.bench.rollout()
+        other = await talk.bench.rollout("train-1")
         assert (await talk.bench.http(other.token).get(f"/v1/responses/{first['id']}")).status_code == 404
 
     run([CALL], steps)

@@ -7,9 +7,11 @@ from gateway_cases import TOOL, USER, renderer
 from gateway_flow_cases import generate, opened, run, run_open, step_of, submit
 
 from penstock.errors import GraderError
+from penstock.gateway.flows import reward_by_rule
 from penstock.pool import POOLS
 from penstock.pool.paging import iterate_groups
 from penstock.records import End, Group, Sampling
+from penstock.sdk.flow import MultiStepAgentFlow, SingleStepSingleTurnAgentFlow
 from penstock.train.sequences import exactness, sequences
 
 TALK = [{"role": "system", "content": "Be brief."}, USER]
@@ -444,3 +446,23 @@ def test_unknown_fields_are_counted():
         assert [bench.gateway.counts[f"ignored:{name}"] for name in names] == [1] * 4
 
     run_open(steps, ["Hi."])
+
+
+@pytest.mark.parametrize(
+    ("flow", "script", "steps_taken"),
+    [(SingleStepSingleTurnAgentFlow, ["42"], 1), (MultiStepAgentFlow, ["so", "#### 42"], 2)],
+)
+def test_a_built_in_flow_started_with_a_uid_alone_works(flow, script, steps_taken):
+    """As Claw-R1's worker starts it: the row's columns and `uid`, nothing else."""
+
+    async def main():
+        async with opened(script, is_open=True, serves=True) as (bench, _):
+            bench.gateway.reward_function = reward_by_rule
+            made = flow(gateway_url=bench.gateway.base_url.removesuffix("/v1"))
+            row = {"raw_prompt": [USER], "uid": "group-7", "data_source": "openai/gsm8k", "reward_model": {"ground_truth": "42"}}
+            assert await made.run({"temperature": 1.0}, **row) == steps_taken
+            (group,) = [group async for group in iterate_groups(bench.pool, "train")]
+            (attempt,) = group.attempts
+            assert (attempt.end, len(attempt.steps), group.task.metadata["prompt_uid"]) == (End.COMPLETED, steps_taken, "group-7")
+
+    asyncio.run(main())

@@ -247,3 +247,38 @@ def test_entries_are_made_in_a_thread_one_response_at_a_time(monkeypatch):
         assert max(most) == 1
 
     run_open(steps, endless)
+
+
+def test_steps_are_those_of_the_prompt_and_channel_that_were_asked_for():
+    async def steps(http, bench, engine):
+        for uid, prompt in (("a", "p1"), ("b", "p2"), ("c", "p1")):
+            await generate(http, uid, prompt_uid=prompt)
+
+        async def uids(path="/api/steps", **params):
+            answer = await http.get(path, params=params)
+            assert answer.status_code == 200, answer.text
+            return [entry["trajectory_uid"] for entry in answer.json()[path.rpartition("/")[2]]]
+
+        assert await uids() == ["a", "b", "c"]
+        assert await uids(prompt_uid="p1") == await uids("/api/trajectories", prompt_uid="p1") == ["a", "c"]
+        assert await uids(prompt_uid="p1", trajectory_uid="b") == await uids(prompt_uid="p9") == []
+        assert await uids(trajectory_uid="b", channel="val") == [] and await uids(trajectory_uid="b", channel="train") == ["b"]
+
+    run_open(steps, endless)
+
+
+@pytest.mark.parametrize(
+    ("path", "wrong", "words"),
+    [
+        ("/api/steps", "promptuid", "did you mean 'prompt_uid'?"),
+        ("/api/trajectories", "tokens", "is not a parameter"),
+        ("/api/events", "trajectory_uid", "is not a parameter"),
+        ("/api/stats", "limit", "is not a parameter"),
+    ],
+)
+def test_a_parameter_that_would_be_ignored_is_refused(path, wrong, words):
+    async def steps(http, bench, engine):
+        answer = await http.get(path, params={wrong: "1"})
+        assert answer.status_code == 422 and words in answer.text
+
+    run_open(steps)

@@ -65,6 +65,36 @@ def test_the_first_agent_of_a_page_runs_with_its_tasks_config_and_commands(tmp_p
     assert done.returncode == 0 and "rollout     completed" in done.stdout, (done.stdout, done.stderr)
 
 
+STRUCTURED = """
+from pydantic import BaseModel
+
+from penstock import AgentWorkflow
+from penstock.integrations.langchain import chat_model
+
+
+class Answer(BaseModel):
+    \"\"\"The answer to the question.\"\"\"
+
+    right: bool
+
+
+class Structured(AgentWorkflow):
+    async def run(self, ctx):
+        answer = await chat_model().with_structured_output(Answer, method="METHOD").ainvoke(ctx.prompt)
+        assert isinstance(answer, Answer)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+def test_structured_output_of_langchain_comes_from_a_model_that_never_learned_it(tmp_path, method):
+    (tmp_path / "agent.py").write_text(STRUCTURED.replace("METHOD", method) + GRADER)
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "Is it 42?"}\n')
+    (tmp_path / "train.toml").write_text('model.name = "tiny"\ndataset.train = "tasks.jsonl"\nsampling.max_tokens = 200\n')
+    done = ran("train", "train.toml", "--dry-run", cwd=tmp_path)
+    assert done.returncode == 0 and "reward      1.000" in done.stdout, (done.stdout, done.stderr)
+
+
 @pytest.mark.parametrize("page", SCRIPTS)
 def test_no_block_of_the_page_is_left_out_and_its_links_lead_somewhere(page):
     assert len(python_blocks(page)) == len(SCRIPTS[page])

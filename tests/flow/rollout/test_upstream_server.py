@@ -24,6 +24,7 @@ from penstock.records import End, Sampling, Task, make_rollout
 from penstock.rollout.executors.base import read_section
 from penstock.rollout.runner import open_runner
 from penstock.testing import ScriptedEngine, workbench, write_tokenizer
+from penstock.workspace.scaffold import EXAMPLES
 
 SDK = os.environ.get("PENSTOCK_OSMOSIS_SDK", "")
 TASK = Task(id="t", prompt=({"role": "user", "content": "6 times 7?"},), label="42")
@@ -115,6 +116,27 @@ def test_the_upstream_sdk_itself_is_driven(integration, renderer, tmp_path):
     assert [[grade.reward for grade in attempt.grades] for attempt in attempts] == [[1.0]] * 4
     assert [[step.transcript for step in attempt.steps] for attempt in attempts] == [["solver", "solver"]] * 4
     assert not [node.reason for attempt in attempts for node in attempt.nodes if node.reason]
+
+
+@pytest.mark.osmosis
+@pytest.mark.skipif(not SDK, reason="set PENSTOCK_OSMOSIS_SDK to a Python with osmosis-ai 0.2.31")
+@pytest.mark.parametrize("main", ["plain_main.py", "strands_main.py", "openai_main.py"])
+def test_what_rollout_init_and_template_apply_write_runs_on_the_upstream_sdk(main, renderer, tmp_path):
+    async def work(url):
+        async with asyncio.timeout(240):
+            await up(url)
+            return await run_rollouts(url, renderer, [CALL, "42"], 2)
+
+    with bind("127.0.0.1", 0) as sock:
+        port = sock.getsockname()[1]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"HOME": str(tmp_path), "LITELLM_LOCAL_MODEL_COST_MAP": "True", "_OSMOSIS_ROLLOUT_PORT": str(port)}
+    with subprocess.Popen([SDK, str(EXAMPLES / "osmosis" / main)], env=environment, cwd=tmp_path) as process:
+        try:
+            attempts = asyncio.run(work(f"http://127.0.0.1:{port}"))
+        finally:
+            process.terminate()
+    assert [(attempt.end, attempt.message, attempt.reward) for attempt in attempts] == [(End.COMPLETED, "", 1.0)] * 2
 
 
 async def up(url):

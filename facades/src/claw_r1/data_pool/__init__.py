@@ -1,4 +1,4 @@
-"""The records that a flow submits. They go to Penstock's pool, which is durable and not an actor."""
+"""The records that a flow submits, and a queue for programs that move them by themselves. Runs use Penstock's durable pool."""
 
 from typing import TYPE_CHECKING
 
@@ -6,18 +6,16 @@ from claw_r1._names import lazy_attributes
 
 if TYPE_CHECKING:
     from claw_r1.data_pool.data_model import Step
+    from claw_r1.data_pool.data_pool import DataPool, DataPoolConfig
 
-__all__ = ["Step"]
+__all__ = ["DataPool", "DataPoolConfig", "Step"]
 
-_POOL = "the pool is Penstock's own; read it with `penstock pool` or the gateway's GET /api/stats, /api/steps, /api/trajectories"
 _EXPORT = "sequences are packed by penstock.train; `penstock pool export` writes them for other trainers"
 
 __getattr__ = lazy_attributes(
     __name__,
-    {"Step": f"{__name__}.data_model"},
+    {"Step": f"{__name__}.data_model"} | dict.fromkeys(("DataPool", "DataPoolConfig"), f"{__name__}.data_pool"),
     {
-        "DataPool": _POOL,
-        "DataPoolConfig": _POOL,
         "TrainingBackend": _EXPORT,
         "TreeVerlBackend": _EXPORT,
         "VerlBackend": _EXPORT,

@@ -1,7 +1,7 @@
 """`osmosis dataset`: validate, upload, show and download datasets."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -20,20 +20,19 @@ USABLE = "uploaded"
 
 
 @app.command("validate")
-def validate(file: File) -> Detail:
+def validate(context: typer.Context, file: File) -> Detail:
     """Check a file, every row of it, without a controller."""
     from osmosis_ai.cli.dataset_rules import check_file
 
     found = check_file(file)
-    data = {
+    data: dict[str, Any] = {
         "valid": not found.errors,
-        "file": str(file),
-        "file_name": file.name,
+        **{"file": str(file), "file_name": file.name},
         "extension": file.suffix.removeprefix(".").lower(),
         "file_size": file.stat().st_size if file.is_file() else None,
-        "errors": found.errors,
-        "warnings": found.warnings,
-    }
+    } | {"errors": found.errors, "warnings": found.warnings}
+    if found.errors and terminal(context).mode == "json":
+        raise CliError("\n  - ".join([f"{file} cannot be used as a dataset:", *found.errors]), **data)
     fields = {"File": file, "Valid": "yes" if not found.errors else "no", "Rows": found.rows}
     sections = {"Errors": [f"Error: {line}" for line in found.errors], "Warnings": [f"Warning: {line}" for line in found.warnings]}
     shown = {heading: lines for heading, lines in sections.items() if lines}

@@ -41,8 +41,8 @@ def apply(
         known = ", ".join(name for name, one in TEMPLATES.items() if one.rollout)
         raise CliError(f"There is no template {name}; there are {known}", "NOT_FOUND")
     workspace = require_workspace()
-    _refuse_loss(workspace, list(template.files()), force=force)
-    files = _relative(workspace, apply_template(workspace, name, force=force))
+    _refuse_loss(workspace, list((template.portable or template.files)()), force=force)
+    files = _relative(workspace, apply_template(workspace, name, force=force, portable=True))
     folders = sorted({str(workspace / Path(file).parent) for file in files})
     resource: dict[str, Any] = {"name": name, "destinations": folders, "files": files}
     extra = f'pip install "penstock[local,{template.extra}]"'
@@ -62,7 +62,7 @@ def init(
     workspace = require_workspace()
     configs = {"eval": f"configs/eval/{name}.toml", "training": f"configs/training/{name}.toml"}
     _refuse_loss(workspace, [f"rollouts/{name}", *configs.values()], force=force)
-    files = _relative(workspace, init_rollout(Workspace(workspace), name, force))
+    files = _relative(workspace, init_rollout(Workspace(workspace), name, force, portable=True))
     resource = {
         "name": name,
         "workspace_directory": str(workspace),

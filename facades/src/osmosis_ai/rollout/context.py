@@ -32,7 +32,7 @@ class SampleSource(ABC):
 
 
 class RolloutContext(routing.RolloutContext):
-    """Penstock's context. Empty arguments are read from the environment. Without a key, `api_key` is an empty string."""
+    """Penstock's context. Empty arguments are read from the environment."""
 
     def __init__(
         self,
@@ -47,6 +47,15 @@ class RolloutContext(routing.RolloutContext):
             rollout_id=rollout_id or os.environ.get(ID_VARIABLE, ""),
             sample_sources={} if sample_sources is None else sample_sources,
         )
+
+    @property
+    def api_key(self) -> str | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The policy's key; None without one."""
+        return self.__dict__["api_key"] or None
+
+    @api_key.setter
+    def api_key(self, key: str | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.__dict__["api_key"] = key or ""
 
     @property
     def chat_completions_url(self) -> str:

@@ -21,10 +21,11 @@ from penstock.controller.api import datasets, models, outputs, repositories, run
 from penstock.controller.api.auth import ROUTE_ACCESS, AccessLevel, AccountRoutes, ApiTokens, DeviceLogins
 from penstock.controller.api.bodies import reply
 from penstock.controller.api.links import CALLER_BASE_URL, PATH, SignedLinks
+from penstock.controller.api.repositories import require_scope
 from penstock.controller.api.results import RunResults
 from penstock.controller.api.submitted_runs import SubmittedRuns
 from penstock.controller.context import Controller
-from penstock.controller.identity import require_owner
+from penstock.controller.identity import GIT_HEADER, require_owner
 from penstock.controller.isolation import describe_isolation
 from penstock.errors import ConfigError, ControllerError, DatasetError, ModelError, PenstockError, PoolError, RequestError
 from penstock.http.asgi import header
@@ -128,6 +129,7 @@ class AccessControl:
             request.state.who = self._tokens.identify(request.headers.get("authorization"))
             if level is AccessLevel.OWNER:
                 require_owner(request.state.who)
+            require_scope(request.url.path, request.headers.get(GIT_HEADER, ""))
 
 
 # Error responses.

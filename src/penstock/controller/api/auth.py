@@ -24,7 +24,7 @@ from starlette.routing import Route
 from penstock.controller.api.bodies import page_reply, page_request, read_object, reply, string_field
 from penstock.controller.api.links import SignedLinks
 from penstock.controller.database import ControllerDatabase
-from penstock.controller.identity import DEVICE, OWNER, THE_OWNER, Identity, check_person, device_identity, require_own
+from penstock.controller.identity import DEVICE, GIT_HEADER, OWNER, THE_OWNER, Identity, check_person, device_identity, require_own
 from penstock.controller.runs import new_id, now
 from penstock.errors import ControllerError
 
@@ -276,7 +276,7 @@ class AccountRoutes:
         who: Identity = request.state.who
         body = {"user": _user(who), "token_id": who.token_id, "isolation": self._isolation}
         body |= {"expires_at": who.expires_at} if who.expires_at else {}
-        git = request.headers.get("x-osmosis-git")
+        git = request.headers.get(GIT_HEADER)
         role = "owner" if who.is_owner else "member"
         return reply(body | ({"workspace": {"id": git, "name": git, "role": role}} if git else {}))
 

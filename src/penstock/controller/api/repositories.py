@@ -1,6 +1,7 @@
 """Routes for repositories registered on the controller's machine, and for the rollouts in them."""
 
 import asyncio
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from starlette.routing import Route
 from penstock.controller.api.bodies import page_reply, page_request, read_object, reply, string_field
 from penstock.controller.api.links import SignedLinks
 from penstock.controller.context import Controller
+from penstock.controller.identity import GIT_HEADER, NO_REPOSITORY
 from penstock.controller.repositories import Repository, RolloutListing
 from penstock.errors import ControllerError
 
@@ -36,16 +38,34 @@ def _repository_record(repository: Repository) -> dict[str, Any]:
     return {"id": repository.name, "name": repository.name, "path": str(repository.path), "created_at": repository.created_at}
 
 
-HEADER = "x-osmosis-git"
+_NAMES = ("datasets", "eval-runs", "training-runs", "rollouts", "models", "environment-secrets")
+SCOPED = tuple(f"/api/cli/{name}" for name in _NAMES)
+"""Routes whose requests name a workspace's repository, as the platform's contract says."""
+REPOSITORY_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def require_scope(path: str, repository: str) -> None:
+    """ControllerError 400 if a request to one of `SCOPED` does not name a repository, with the platform's codes."""
+    if not path.startswith(SCOPED):
+        return
+    if not repository.strip():
+        text = f"the request names no repository; send `{GIT_HEADER}: owner/name`, or run the command inside a workspace"
+        raise ControllerError(text, code="GIT_SCOPE_HEADER_REQUIRED", status=400, details={"field": GIT_HEADER})
+    if not REPOSITORY_NAME.fullmatch(repository.strip()):
+        text = f"{repository[:200]!r} names no repository; send `{GIT_HEADER}: owner/name`"
+        raise ControllerError(text, code="GIT_SCOPE_HEADER_INVALID", status=400, details={"field": GIT_HEADER})
+
+
+def repository_of(request: Request) -> str | None:
+    """Returns the repository that the request names; None from a folder without one."""
+    name = request.headers.get(GIT_HEADER, "").strip()
+    return name if name not in ("", NO_REPOSITORY) else None
 
 
 def rollout_routes(controller: Controller, links: SignedLinks) -> list[Route]:
     async def list_rollouts(request: Request) -> Response:
         limit, offset = page_request(request)
-        name = request.headers.get(HEADER, "").strip().lower()
-        if not name:
-            text = "the request names no repository; run the command inside a workspace whose origin is registered here"
-            raise ControllerError(text, code="REPOSITORY_REQUIRED", status=400, details={"field": HEADER})
+        name = request.headers[GIT_HEADER].strip().lower()
         branch = request.query_params.get("branch") or None
         found = await asyncio.to_thread(controller.repositories.rollouts, name, branch=branch)
         repository = controller.repositories.find(name)

@@ -18,6 +18,7 @@ from penstock.controller.api import views
 from penstock.controller.api.bodies import as_object, page_reply, page_request, read_object, reply, too_large
 from penstock.controller.api.links import SignedLinks
 from penstock.controller.api.logs import log_page, log_query
+from penstock.controller.api.repositories import repository_of
 from penstock.controller.api.results import RunResults, planned_steps, run_settings
 from penstock.controller.checkpoints import checkpoints_of
 from penstock.controller.context import Controller
@@ -78,7 +79,7 @@ class RunRoutes:
 
     async def _submit(self, request: Request) -> Response:
         body = await read_object(request)
-        run = await submit(self._controller, self._kind, body, git=request.headers.get("x-osmosis-git"), who=request.state.who)
+        run = await submit(self._controller, self._kind, body, git=repository_of(request), who=request.state.who)
         return reply(views.accepted(run), 201)
 
     async def _stop(self, request: Request) -> Response:

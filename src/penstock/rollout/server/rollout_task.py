@@ -18,7 +18,7 @@ from penstock.rollout.server.protocol import (
     RolloutState,
     RolloutStatus,
 )
-from penstock.sdk.clients import NO_KEY, Clients
+from penstock.sdk.clients import Clients
 from penstock.sdk.routing import RolloutContext
 
 SILENT = "the back end ended without saying how the workflow ended"
@@ -115,7 +115,7 @@ class RolloutTask:
         )
         context = RolloutContext(
             base_url=self.request.chat_completions_url.rstrip("/"),
-            api_key=self.request.llm_api_key or self.request.controller_api_key or NO_KEY,
+            api_key=self.request.llm_api_key or self.request.controller_api_key or "",
             rollout_id=self.request.rollout_id,
             clients=self._resources.clients,
         )

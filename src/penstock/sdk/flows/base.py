@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, cast, overload
+from uuid import uuid4
 
 from penstock.records import Message
 from penstock.sdk.flows import tools as flow_tools
@@ -163,6 +164,12 @@ class AgentFlowBase(ABC):
             return await self._reply(arguments)
         _refuse_media(arguments)
         return await self._client.generate(self._attributed({**arguments, "prompt_ids": list(arguments["prompt_ids"])}))
+
+    def with_ids(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Returns the keywords of `run` with `trajectory_uid` and `prompt_uid`, for callers that give `uid` alone or neither."""
+        own = self._context.rollout_id if self._context else ""
+        trajectory = kwargs.get("trajectory_uid") or own or uuid4().hex
+        return {**kwargs, "trajectory_uid": trajectory, "prompt_uid": kwargs.get("prompt_uid") or kwargs.get("uid") or trajectory}
 
     async def _reply(self, request: dict[str, Any]) -> GeneratedReply:
         return GeneratedReply(

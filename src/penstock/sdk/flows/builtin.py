@@ -9,12 +9,16 @@ from penstock.sdk.flows.base import AgentFlowBase, GeneratedReply, prompt_messag
 from penstock.sdk.flows.config import MAX_TURNS
 from penstock.sdk.flows.step import SubmittedStep
 
+IDS = ("trajectory_uid", "prompt_uid")
+
 
 class SingleStepSingleTurnAgentFlow(AgentFlowBase):
     """`single_step_single_turn_agent`: one reply, which is the one step. The grader gives the reward."""
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> int:
-        reply = await self._reply({"messages": prompt_messages(kwargs), **sampling_params})
+        kwargs = self.with_ids(kwargs)
+        ids = {name: kwargs[name] for name in IDS}
+        reply = await self._reply({"messages": prompt_messages(kwargs), **ids, **sampling_params})
         step = SubmittedStep(
             prompt_ids=reply.prompt_ids,
             response_ids=reply.response_ids,
@@ -50,10 +54,12 @@ class MultiStepAgentFlow(AgentFlowBase):
         return await flow_tools.run_tool_calls(text, self.tools)
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> int:
+        kwargs = self.with_ids(kwargs)
         messages, turn = prompt_messages(kwargs), 0
         tools = {"tools": flow_tools.tool_schemas(self.tools)} if self.tools else {}
+        request = {**tools, **{name: kwargs[name] for name in IDS}, **sampling_params}
         while True:
-            reply = await self._reply({"messages": messages, **tools, **sampling_params})
+            reply = await self._reply({"messages": messages, **request})
             messages.append({"role": "assistant", "content": reply.text})
             turn += 1
             next_message = await self._next_message(reply.text, turn)

@@ -12,6 +12,7 @@ LOSSES = Registry(
         "sapo": "penstock.train.losses.sapo:sapo",
         "icepop": "penstock.train.losses.icepop:icepop",
         "reinforce": "penstock.train.losses.reinforce:reinforce",
+        "likelihood": "penstock.train.losses.likelihood:likelihood",
     },
 )
 

@@ -2,13 +2,13 @@
 import { ask, exported, follow, setToken } from "./api.js";
 import { h, said } from "./dom.js";
 import { evalsScreen } from "./evals.js";
-import { endedScreen, groupScreen, groupsScreen, rolloutScreen, stepScreen } from "./rollouts.js";
+import { endedScreen, groupScreen, groupsScreen, rolloutScreen, searchScreen, stepScreen } from "./rollouts.js";
 import { runScreen, runsScreen } from "./runs.js";
 import { poolScreen, timelineScreen } from "./system.js";
 import { tokensScreen } from "./tokens.js";
 
 // Addresses: #/runs, #/evals, #/run/RUN, #/run/RUN/step/3, … with every part percent-encoded.
-const SCREENS = { "": runScreen, step: stepScreen, groups: groupsScreen, ended: endedScreen, group: groupScreen, rollout: rolloutScreen, tokens: tokensScreen,
+const SCREENS = { "": runScreen, step: stepScreen, groups: groupsScreen, ended: endedScreen, search: searchScreen, group: groupScreen, rollout: rolloutScreen, tokens: tokensScreen,
   timeline: timelineScreen, pool: poolScreen };
 let leave = new AbortController();
 
@@ -28,7 +28,7 @@ function header(run, current) {
     places.push(item(said(run), link("run", run), current === ""), item("Groups", link("run", run, "groups"), current === "groups"));
     if (!exported) places.push(item("Timeline", link("run", run, "timeline"), current === "timeline"), item("Pool", link("run", run, "pool"), current === "pool"));
   }
-  const find = h("input", { type: "search", id: "find", placeholder: "step, group or rollout", "aria-label": "Go to a step, group or rollout by its id (key /)" });
+  const find = h("input", { type: "search", id: "find", placeholder: exported ? "group or rollout" : "id, or words", "aria-label": "Go to a step, group or rollout by its id, or search conversations (key /)" });
   const form = h("form", { role: "search", onsubmit: (event) => { event.preventDefault(); go(run, find.value.trim()); } }, find);
   const theme = h("button", { type: "button", onclick: switchTheme, "aria-label": "Switch between light and dark (key t)" }, "◐");
   const keys = h("button", { type: "button", onclick: showKeys, "aria-label": "Keys (key ?)" }, "?");
@@ -40,7 +40,7 @@ async function go(run, text) {
   try {
     const found = exported ? { kind: text.split(".").length > 2 ? "rollout" : "group", id: text } : await ask("find", { run, text });
     if (found.kind) location.hash = link("run", run, found.kind, found.id);
-    else window.alert(`No step, group or rollout is called “${text.slice(0, 100)}”.`);
+    else location.hash = `${link("run", run, "search")}?${new URLSearchParams({ text })}`;
   } catch (error) { show(failure(error)); }
 }
 
@@ -52,7 +52,7 @@ function switchTheme() {
 }
 
 function showKeys() {
-  const keys = [["/", "go to a step, group or rollout"], ["j, k", "next and previous link of a list"], ["[, ]", "previous and next of its kind"], ["u", "up one level"], ["t", "light or dark"], ["r", "runs"], ["?", "this list"]];
+  const keys = [["/", "go to a step, group or rollout, or search conversations"], ["j, k", "next and previous link of a list"], ["[, ]", "previous and next of its kind"], ["u", "up one level"], ["t", "light or dark"], ["r", "runs"], ["?", "this list"]];
   const dialog = h("dialog", { "aria-label": "Keys" }, h("h2", null, "Keys"), h("dl", null, keys.map(([key, text]) => [h("dt", { class: "mono" }, key), h("dd", null, text)])),
     h("form", { method: "dialog" }, h("button", null, "Close")));
   dialog.addEventListener("close", () => dialog.remove());
@@ -110,7 +110,7 @@ function exportedRun() { return document.getElementById("data").dataset.run; }
 
 function up() {
   const { parts } = address();
-  const parent = { step: 2, group: 2, groups: 2, ended: 2, timeline: 2, pool: 2, rollout: 2, tokens: 2 }[parts[2]];
+  const parent = { step: 2, group: 2, groups: 2, ended: 2, search: 2, timeline: 2, pool: 2, rollout: 2, tokens: 2 }[parts[2]];
   if (parts[2] === "tokens") location.hash = link("run", parts[1], "rollout", parts[3]);
   else if (parts[2] === "rollout") location.hash = link("run", parts[1], "group", parts[3].split(".").slice(0, -2).join("."));
   else location.hash = parent ? link(...parts.slice(0, parent)) : "#/runs";

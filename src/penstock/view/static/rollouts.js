@@ -51,16 +51,30 @@ export async function endedScreen({ run, rest, params, link }) {
     told.before ? h("p", null, h("a", { rel: "next", href: `${link("run", run, "ended", rest[0])}?${new URLSearchParams({ channel, before: told.before })}` }, "older ones →")) : null].filter(Boolean);
 }
 
+export async function searchScreen({ run, params, link }) {
+  const [text, channel, before] = [params.get("text") || "", params.get("channel") || "train", params.get("before") || ""];
+  const told = text ? await ask("search", { run, text, channel, before }) : { found: [], groups: 0, before: null, channels: ["train"] };
+  const at = (changes) => `${link("run", run, "search")}?${new URLSearchParams({ text, channel, ...changes })}`;
+  const words = h("input", { type: "search", id: "words", value: text, "aria-label": "Words in tasks, requests and replies" });
+  const pick = h("select", { id: "channel", "aria-label": "Channel", onchange: (event) => { location.hash = at({ channel: event.target.value }); } }, [...new Set([channel, ...told.channels])].map((each) => h("option", { value: each, selected: each === channel }, each)));
+  const form = h("form", { class: "bar", onsubmit: (event) => { event.preventDefault(); location.hash = at({ text: words.value.trim() }); } }, words, pick, h("button", null, "Search"));
+  const rows = told.found.map((each) => [each.rollout_id ? h("a", { href: link("run", run, "rollout", each.rollout_id) }, said(each.rollout_id)) : h("a", { href: link("run", run, "group", each.group_id) }, said(each.group_id)), each.place, h("span", { class: "text" }, each.before, h("mark", null, each.text), each.after)]);
+  const seen = `${number(told.groups)} groups were looked through, the newest first${told.before === null ? ": all of them." : "; not all."}`;
+  return [h("h1", null, "Search"), form, text ? h("p", { class: "dim" }, rows.length ? "" : "Nothing was found. ", seen) : null, rows.length ? table(["rollout or group", "in", "text"], rows, { label: "what was found" }) : null,
+    told.before === null ? null : h("p", null, h("a", { rel: "next", href: at({ before: told.before }) }, "older groups →"))].filter(Boolean);
+}
+
 export async function groupScreen({ run, rest, link }) {
   const told = await ask("group", { run, group: rest[0] });
   const known = told.attempts.map((each) => each.reward).filter((each) => each !== null);
   const [low, high] = [Math.min(0, ...known), Math.max(1, ...known)];
-  const widest = Math.max(1e-9, ...told.attempts.map((each) => Math.abs(each.advantage ?? 0)));
+  const widest = Math.max(1e-9, ...told.attempts.flatMap((each) => [each.advantage ?? 0, ...Object.values(each.policies || {})]).map(Math.abs));
   const trained = told.step === null ? `${told.state}` : `trained in step ${told.step}, saved as version ${told.version}`;
   const cards = told.attempts.map((each) => h("section", { class: "card" },
     h("h3", null, h("a", { href: link("run", run, "rollout", each.id) }, said(each.id))),
     h("p", { style: { background: tint(each.reward, low, high) } }, `reward ${number(each.reward)}`, each.advantage === null ? "" : ` · advantage ${number(each.advantage)}`),
     each.advantage === null ? null : advantageBar(each.advantage, widest),
+    Object.entries(each.policies || {}).map(([name, value]) => [h("p", { class: "dim" }, "advantage of ", said(name), ` ${number(value)}`), advantageBar(value, widest)]),
     h("p", { class: each.end === "completed" ? "dim" : "bad" }, `${each.end || "running"} · ${each.calls} calls · ${number(each.tokens)} tokens${each.attempt > 1 ? ` · attempt ${each.attempt}` : ""}`),
     each.message ? h("pre", { tabindex: "0" }, each.message) : null,
     told.parting === null || !each.next ? null : [h("p", { class: "dim" }, each.parts_at === null ? "after the shared tokens:" : `after the shared tokens, in call ${each.parts_at}:`), h("pre", { tabindex: "0" }, each.next)],
@@ -84,7 +98,7 @@ export async function rolloutScreen({ run, rest, params, link }) {
   const trainedCalls = told.calls.filter((call) => call.trained);
   const training = credit.step === null ? `its group is ${credit.state || "unknown"}` : `its group was trained in step ${credit.step}`;
   return [h("h1", null, "Rollout ", said(told.id)), h("p", { class: "bar" }, h("a", { href: link("run", run, "group", told.group) }, "group ", said(told.group)), beside(at - 1, "prev", "← previous"), beside(at + 1, "next", "next →")),
-    h("div", { class: "tiles" }, tile("reward", number(told.reward)), tile("end", told.end || "running"), tile("advantage", number(credit.advantage)), tile("calls", number(told.call_count)), tile("attempt", told.attempt)),
+    h("div", { class: "tiles" }, tile("reward", number(told.reward)), tile("end", told.end || "running"), Object.keys(credit.policies || {}).length ? Object.entries(credit.policies).map(([name, value]) => tile(`advantage of ${name}`, number(value))) : tile("advantage", number(credit.advantage)), tile("calls", number(told.call_count)), tile("attempt", told.attempt)),
     h("section", { id: "why" }, h("h2", null, "Why this reward"), h("p", null, said(told.why)),
       told.grades.length ? table(["source", "for", ["reward"]], told.grades.map((each) => [said(each.source), each.step !== null ? `call ${each.step}` : each.transcript !== null ? ["transcript ", said(each.transcript)] : "the rollout", number(each.reward)]), { label: "grades" }) : null,
       told.note ? [h("p", { class: "dim" }, "the grader's note:"), h("pre", { tabindex: "0" }, told.note)] : null,

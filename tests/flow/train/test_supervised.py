@@ -1,0 +1,109 @@
+"""Supervised warm start: from graded rollouts, token by token, and from a file of conversations, through the command too."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from test_algorithms_learn import make_policy, sample_groups
+from typer.testing import CliRunner
+
+from penstock.chat.renderer import Renderer
+from penstock.cli.app import app
+from penstock.config import TrainSection
+from penstock.engines.embedded.weights import load_decoder
+from penstock.errors import ConfigError
+from penstock.models.pull import resolve
+from penstock.models.tiny import tiny_task
+from penstock.records import Group
+from penstock.train.supervised import Examples, conversations, good_rollouts, train_supervised
+
+
+def conversation(a: int, b: int) -> dict[str, object]:
+    call = f'<tool_call>\n{{"name": "multiply", "arguments": {{"a": {a}, "b": {b}}}}}\n</tool_call>'
+    told = {"role": "user", "content": f"<tool_response>\n{a * b}\n</tool_response>"}
+    replies = ({"role": "assistant", "content": text} for text in (call, str(a * b)))
+    return {"messages": [*tiny_task(a, b), next(replies), told, next(replies)]}
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Path:
+    return resolve("tiny").path
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    lines = [json.dumps(conversation(a, b)) for a in (3, 4, 6, 7) for b in (5, 7, 8, 9)]
+    (tmp_path / "talks.jsonl").write_text("\n".join(lines) + "\n\n")
+    return tmp_path / "talks.jsonl"
+
+
+def test_every_assistant_message_is_learnt_and_nothing_else(tiny: Path, file: Path):
+    renderer = Renderer.load(tiny)
+    [first, *rest] = conversations(file, renderer).conversations
+    assert len(rest) == 15 and len(first) == 2
+    texts = [renderer.tokenizer.core.decode([i for i, t in zip(s.token_ids, s.trained, strict=True) if t]) for s in first]
+    assert '"a": 3' in texts[0] and texts[1].startswith("15")
+    assert all(s.token_ids[-1] in renderer.stop_ids and s.trained[-1] for s in first)
+    assert sum(s.weight * sum(s.trained) for s in first) == pytest.approx(1.0)  # a conversation weighs 1, however long
+
+
+def test_good_rollouts_are_taken_as_they_were_sampled():
+    groups = sample_groups(make_policy(0), 0)
+
+    async def pages() -> AsyncIterator[list[Group]]:
+        yield groups[:2]
+        yield groups[2:]
+
+    found = asyncio.run(good_rollouts(pages(), min_reward=1.0))
+    good = [attempt for group in groups for attempt in group.attempts if attempt.reward == 1.0]
+    assert 0 < len(good) < 32 and [each[0].rollout_id for each in found.conversations] == [one.rollout.id for one in good]
+    assert found.left_out == {"reward below 1": 32 - len(good)}
+    [only] = found.conversations[0]
+    sampled = tuple(i for i, trained in zip(only.token_ids, only.trained, strict=True) if trained)
+    assert sampled == tuple(i for step in good[0].steps for i in step.completion_ids) and set(only.advantages) == {0.0, 1.0}
+
+
+def test_it_learns_and_writes_a_model_that_loads(tiny: Path, file: Path, tmp_path: Path):
+    examples, told = conversations(file, Renderer.load(tiny)), list[float]()
+    control = train_supervised(
+        *(tiny, tmp_path / "control", examples, TrainSection(lr=0.0)),
+        **{"epochs": 4, "batch_size": 8, "seed": 0},
+        on_update=lambda *_: None,
+    )
+    result = train_supervised(
+        *(tiny, tmp_path / "warm", examples, TrainSection(lr=1e-3)),
+        **{"epochs": 4, "batch_size": 8, "seed": 0},
+        on_update=lambda done, total, loss: told.append(loss),
+    )
+    assert (result.updates, len(told)) == (8, 8)
+    assert result.last_loss < 0.7 * result.first_loss and control.last_loss > 0.9 * control.first_loss
+    load_decoder(tmp_path / "warm")
+    with pytest.raises(ConfigError, match="is there already"):
+        train_supervised(
+            *(tiny, tmp_path / "warm", examples, TrainSection()), epochs=1, batch_size=8, seed=0, on_update=lambda *_: None
+        )
+
+
+def test_nothing_to_learn_from_is_one_line(tiny: Path, tmp_path: Path):
+    with pytest.raises(ConfigError, match="no conversation to learn from"):
+        train_supervised(
+            *(tiny, tmp_path / "out", Examples([], {}), TrainSection()), epochs=1, batch_size=8, seed=0, on_update=lambda *_: None
+        )
+
+
+@pytest.mark.parametrize("line", ["[]", '{"prompt": 1}', "{", '{"messages": [1]}'])
+def test_a_line_that_is_no_conversation_is_named(tiny: Path, tmp_path: Path, line: str):
+    (tmp_path / "bad.jsonl").write_text(f"{json.dumps(conversation(3, 5))}\n{line}\n")
+    with pytest.raises(ConfigError, match=r"bad\.jsonl, line 2: "):
+        conversations(tmp_path / "bad.jsonl", Renderer.load(tiny))
+
+
+def test_the_command_says_what_it_learnt(file: Path, tmp_path: Path):
+    out = tmp_path / "warm"
+    given = ["sft", str(file), "--out", str(out), "--model", "tiny", "--epochs", "2", "--lr", "1e-3", "--json"]
+    done = CliRunner().invoke(app, given)
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told["conversations"] == 16 and told["last_loss"] < told["first_loss"] and (out / "model.safetensors").exists()
