@@ -9,7 +9,7 @@ from typing import Any
 
 from examples.search.agent import SEARCH, carry_out
 
-from penstock import AgentWorkflow, AgentWorkflowContext, Grader, GraderContext
+from penstock import AgentWorkflow, AgentWorkflowConfig, AgentWorkflowContext, Grader, GraderContext
 
 MAX_TOKENS, MAX_WORDS = 40, 6
 
@@ -33,8 +33,8 @@ EXAMPLES = [
 ]
 
 
-class WorkedSearch(AgentWorkflow):
-    async def run(self, ctx: AgentWorkflowContext) -> None:
+class WorkedSearch(AgentWorkflow[AgentWorkflowConfig]):
+    async def run(self, ctx: AgentWorkflowContext[AgentWorkflowConfig]) -> None:
         client, tools, messages = ctx.openai(), [SEARCH], [*EXAMPLES, *ctx.prompt]
         for _ in range(2):
             made = await client.chat.completions.create(

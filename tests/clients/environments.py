@@ -6,6 +6,7 @@ there. Clients whose requirements exclude each other get environments of their o
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -92,10 +93,9 @@ def interpreter(environment: str) -> str | None:
     """The Python that an environment is made with; None if this machine has none that is new enough."""
     if environment not in NEEDS_3_12 or sys.version_info >= (3, 12):
         return sys.executable
-    found = [Path(f"~/.pyenv/versions/{each}/bin/python").expanduser() for each in ("3.12.1", "3.13.0")]
-    names = ["python3.12", "python3.13", *map(str, found)]
+    named = [name for name in (os.environ.get("PENSTOCK_PYTHON_3_12"), "python3.12", "python3.13") if name and shutil.which(name)]
     return next(
-        (name for name in names if subprocess.run([name, "-c", ""], capture_output=True, check=False).returncode == 0), None
+        (name for name in named if subprocess.run([name, "-c", ""], capture_output=True, check=False).returncode == 0), None
     )
 
 

@@ -1,7 +1,7 @@
 """Evaluations side by side: a table, a matrix of tasks by runs, and paired differences."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from penstock.config import EvalSection
 from penstock.errors import ConfigError, PenstockError
@@ -47,7 +47,8 @@ def evaluation_table(runs: OpenRuns, named: Sequence[str]) -> dict[str, Any]:
 
 
 def _line(files: ViewedRun, run_id: str) -> dict[str, Any]:
-    summary = files.summary()
+    outcome = files.summary().get("outcome")
+    summary: dict[str, Any] = cast("dict[str, Any]", outcome) if isinstance(outcome, dict) else {}
     return {
         "id": run_id,
         "model": str(files.setting("model", "name") or ""),

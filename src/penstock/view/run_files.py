@@ -282,7 +282,7 @@ class ViewedRun:
                 first = file.read(HEAD_BYTES)
         except OSError:
             first = b""
-        if b'"kind":"eval.begin"' in first or "passes" in self.summary():
+        if b'"kind":"eval.begin"' in first or "outcome" in self.summary():
             return "eval"
         return "train" if b'"kind":"run.start"' in first else "gateway"
 

@@ -39,7 +39,14 @@ def test_the_version_is_printed(capsys):
     assert run(capsys, "--version") == (0, f"penstock {__version__}\n", "")
 
 
-@pytest.mark.parametrize("arguments", [(), ("--help",)])
+def test_alone_it_shows_what_to_do_first(capsys):
+    code, out, _ = run(capsys)
+    assert code == 0
+    for shown in ("penstock quickstart", "penstock train", "penstock view", "penstock -h"):
+        assert shown in out
+
+
+@pytest.mark.parametrize("arguments", [("-h",), ("--help",)])
 def test_help_names_every_command_and_the_exit_codes(capsys, arguments):
     code, out, _ = run(capsys, *arguments)
     assert code == 0
