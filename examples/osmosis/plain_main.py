@@ -74,21 +74,21 @@ class MultiplyWorkflow(AgentWorkflow[MultiplyConfig]):
         config, rollout = ctx.config or multiply_config, get_rollout_context()
         messages: list[Any] = [*EXAMPLES, *ctx.prompt]
         rollout.register_sample_source("main", Conversation(messages))
-        client = AsyncOpenAI(
+        async with AsyncOpenAI(
             base_url=rollout.chat_completions_url,
             api_key=rollout.api_key or "none",
             default_headers={"x-rollout-id": rollout.rollout_id, "x-sample-id": "main"},
-        )
-        for _ in range(2):
-            answer = await client.chat.completions.create(
-                model="osmosis-rollout", messages=messages, tools=[MULTIPLY], max_tokens=config.max_tokens
-            )
-            reply = answer.choices[0].message
-            messages.append(reply.model_dump(exclude_none=True))
-            results = [(call.id, product(call)) for call in reply.tool_calls or []]
-            if not results or any(result is None for _, result in results):
-                return
-            messages += [{"role": "tool", "tool_call_id": name, "content": str(result)} for name, result in results]
+        ) as client:
+            for _ in range(2):
+                answer = await client.chat.completions.create(
+                    model="osmosis-rollout", messages=messages, tools=[MULTIPLY], max_tokens=config.max_tokens
+                )
+                reply = answer.choices[0].message
+                messages.append(reply.model_dump(exclude_none=True))
+                results = [(call.id, product(call)) for call in reply.tool_calls or []]
+                if not results or any(result is None for _, result in results):
+                    return
+                messages += [{"role": "tool", "tool_call_id": name, "content": str(result)} for name, result in results]
 
 
 def product(call: Any) -> int | None:

@@ -4,6 +4,7 @@ Plain fields go as JSON; long token columns as raw little-endian arrays, which a
 """
 
 import struct
+from base64 import b64decode, b64encode
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache, lru_cache
@@ -20,9 +21,15 @@ def to_json(record: Any) -> bytes:
     """Encode a record, or a tuple or list of them; ValueError for values that JSON would change: nan, lone surrogates, …"""
     try:
         _check(record)
-        return exact_copy(orjson.dumps(record))
+        return exact_copy(orjson.dumps(record, default=_bytes_text))
     except (TypeError, RecursionError) as cause:
         raise ValueError(f"not JSON: {cause}") from cause
+
+
+def _bytes_text(value: Any) -> str:
+    if isinstance(value, bytes):
+        return b64encode(value).decode()
+    raise TypeError(f"Type is not JSON serializable: {type(value).__name__}")
 
 
 def exact_copy(encoded: bytes) -> bytes:
@@ -115,14 +122,16 @@ def _column(code: str, length: int) -> struct.Struct:
 
 
 def _check(value: Any) -> None:
-    """Refuse nan and infinity: orjson would silently write null."""
+    """Refuse nan and infinity, which orjson would silently write as null, and bytes but in a record's own fields."""
     kind: Any = value.__class__
     if kind is float:
         if value - value != 0.0:
             raise ValueError(f"{value} cannot be written as JSON")
-    elif kind not in _SAFE:
+    elif kind is not bytes and kind not in _SAFE:
         for item in _inside(kind, value):
             if item.__class__ not in _SAFE:
+                if item.__class__ is bytes and (kind is dict or kind is list):
+                    raise ValueError("bytes cannot be written as JSON")
                 _check(item)
 
 
@@ -164,6 +173,8 @@ def _build(kind: Any, value: Any) -> Any:
     if is_dataclass(kind) and isinstance(kind, type):
         hints = _hints(kind)
         return kind(**{name: _build(hints[name], item) for name, item in value.items()})
+    if kind is bytes:
+        return b64decode(value, validate=True)
     if isinstance(kind, type) and origin is None and kind not in (dict, object) and not isinstance(value, kind):
         return kind(value)  # an enum, or an int where a float is meant
     return value

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from penstock.errors import GraderError
 from penstock.records import MAX_REWARD, Message
+from penstock.sdk.clients import NO_KEY
 from penstock.sdk.routing import MAIN, running_rollout
 from penstock.sdk.samples import RolloutSample, fast_copy
 
@@ -73,7 +74,7 @@ class AgentWorkflowContext(Generic[C]):
     @property
     def api_key(self) -> str:
         """The key for such a client: it is this rollout's own and opens model routes only."""
-        return running_rollout("ctx.api_key").api_key
+        return running_rollout("ctx.api_key").api_key or NO_KEY
 
 
 @dataclass

@@ -482,10 +482,9 @@ def policy_metrics(
             credit = ready.update.credit[policy]
             made[policy] |= {
                 "updates": run.learners[policy].updates,
-                "lr": run.learners[policy].section.lr,
                 "groups_equal": credit.counts["groups_equal"],
                 "masked": _masked(credit),
-                **asdict(metrics.get(policy, UpdateMetrics())),
+                **asdict(metrics.get(policy, UpdateMetrics(lr=run.learners[policy].section.lr))),
                 **staleness(credit.sequences, version),
             }
     return made

@@ -122,7 +122,7 @@ def test_structured_output_is_a_call_that_must_be_made():
     assert (done.end, done.message) == (End.COMPLETED, "")
 
 
-@pytest.mark.parametrize("asked", [{"parallel_tool_calls": False}, {"logit_bias": {"1": 5}}])
+@pytest.mark.parametrize("asked", [{"logit_bias": {"1": 5}}])
 def test_what_the_gateway_cannot_promise_is_refused_by_name(asked):
     async def run(ctx):
         await chat_model().bind(tools=[], **asked).ainvoke(ctx.prompt)

@@ -53,7 +53,7 @@ def test_workflow_and_grader_run_in_processes_of_their_own(tmp_path):
             await stage.run()
             rewards = await stage.grade()
             pids = {int(await stage.bell.line()), int(await stage.bell.line()), os.getpid()}
-            assert (len(pids), [tuple(each) for each in rewards]) == (3, [(None, 0.5, None)])
+            assert (len(pids), [tuple(each) for each in rewards]) == (3, [(None, 0.5, None, {})])
 
     asyncio.run(main())
 

@@ -114,9 +114,9 @@ def test_advanced_sets_our_own_keys_in_both_forms_and_goes_before_the_others(tmp
 
 
 def test_advanced_keys_that_nobody_knows_are_kept_and_told_never_refused():
-    given = tables(advanced={"gpu": "h100", "train": {"optimizer": "muon"}, "cluster": {"nodes": 2}})
+    given = tables(advanced={"gpu": "h100", "train": {"sharding": "full"}, "cluster": {"nodes": 2}})
     read = read_experiment(given, "train", "x.toml")
-    assert {issue.key for issue in read.warnings} == {"advanced.gpu", "advanced.train.optimizer", "advanced.cluster.nodes"}
+    assert {issue.key for issue in read.warnings} == {"advanced.gpu", "advanced.train.sharding", "advanced.cluster.nodes"}
     assert read.tables == given
 
 
