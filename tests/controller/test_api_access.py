@@ -83,7 +83,7 @@ def own_things(world: Served) -> dict[str, Callable[[], Call]]:
 
 
 def status(world: Served, method: str, path: str, body: dict[str, Any], token: str | None) -> int:
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    headers = {"X-Osmosis-Git": "acme/agents"} | ({"Authorization": f"Bearer {token}"} if token else {})
     content = repr(body).replace("'", '"').encode()
     return exchange(world.url, method, path, content, headers)[0]
 
