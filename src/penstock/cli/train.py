@@ -57,17 +57,15 @@ def train(
     config = load_run_config(file, overrides or (), "train", warn=warn)
     if control:
         config = as_control(config)
-        warn(f"this is the control of {_folder(config).removesuffix(CONTROL)}: the same tasks, seed and steps, nothing learned")
+        control_of = _folder(config).removesuffix(CONTROL)
+        warn(f"this is the control of {control_of}: the same tasks, seed and steps, nothing learned")
+        warn(f"when both are done: penstock compare {_folder(config)} {control_of}")
     resume = ResumeCommand(
         _command("train", file, overrides or [], control=control), evaluate=_command("eval run", file, overrides or [])
     )
     if dry:
         dry_run.try_once(config, "train", as_json=as_json, following=resume.command)
-    try:
-        run_training(config, resume, fresh=fresh, as_json=as_json, plain=plain, allow_code_change=allow_code_change)
-    finally:
-        if control:
-            warn(f"compare with: penstock compare {_folder(config)} {_folder(config).removesuffix(CONTROL)}")
+    run_training(config, resume, fresh=fresh, as_json=as_json, plain=plain, allow_code_change=allow_code_change)
 
 
 def as_control(config: "RunConfig") -> "RunConfig":

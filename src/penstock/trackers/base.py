@@ -12,6 +12,7 @@ import orjson
 from penstock.config import TrackSection
 from penstock.errors import ConfigError
 from penstock.records import Message
+from penstock.system.packages import install_command
 
 ArtifactKind = Literal["config", "summary", "model"]
 
@@ -125,7 +126,7 @@ class Tracker:
         """Raise ConfigError if it cannot be used. Called before a run begins."""
         for module in cls.modules:
             if find_spec(module) is None:
-                remedy = f"; pip install 'penstock[{cls.extra}]'" if cls.extra else "; install it"
+                remedy = f"; run: {install_command(cls.extra)}" if cls.extra else "; install it"
                 raise ConfigError(f"track.to: the package {module} is not installed{remedy}")
 
     def start(self, run: TrackedRun) -> TrackerStart:

@@ -1,6 +1,6 @@
 """Each tracker against its real package, offline: what a run logged is read back with the package's own reader.
 
-Skipped where a package is not installed: pip install 'penstock[tensorboard,wandb,mlflow,trackio]'.
+Skipped where a package is not installed: pip install '.[tensorboard,wandb,mlflow,trackio]'.
 """
 
 import importlib.util

@@ -179,7 +179,10 @@ def test_a_run_that_fails_is_a_failed_one_there_too(tmp_path: Path, told: list[A
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("test_tracking:NotInstalled", "package package_that_nobody_has is not installed; pip install 'penstock[nobody]'"),
+        (
+            "test_tracking:NotInstalled",
+            "package package_that_nobody_has is not installed; run: pip install '.[nobody]' in the checkout",
+        ),
         ("wandbb", "unknown tracker 'wandbb'; did you mean 'wandb'?"),
         ("json:loads", "is no class that derives from penstock.trackers.base.Tracker"),
     ],
