@@ -388,7 +388,7 @@ class GatewaySection(Section):
     drain_s: float = Field(default=5.0, ge=0)
     """How long a stopping gateway waits for answers under way."""
     otel: bool = False
-    """Tell OpenTelemetry of every call, over OTLP as its environment variables say; needs `penstock[otel]`."""
+    """Tell OpenTelemetry of every call, over OTLP as its environment variables say; needs the packages of the extra `otel`."""
 
 
 class ScaleSection(Section):
