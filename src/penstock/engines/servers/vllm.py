@@ -20,6 +20,7 @@ from penstock.engines.servers.base import (
     RemoteModel,
     RemoteSection,
     ReplyReader,
+    bring_back_left,
     log,
     open_remote,
 )
@@ -501,6 +502,7 @@ async def _until_resumed(http: HttpClient, url: str, features: VllmFeatures) -> 
         if label is None and "/weight_info" in features.routes:
             label = _field(await http.request_json(f"{url}/weight_info"), "weight_version", str, url)
         await asyncio.sleep(OTHERS_PAUSE_S / 10)
+        await bring_back_left(url, http.key)  # its note is locked until the last process of the dead run is gone
     if label is None or not label.startswith(LABEL_PREFIX):
         raise UpstreamError(
             f"{url} is paused, and not by a run on this machine; if nobody changes its weights, `curl -X POST {url}/resume`",
