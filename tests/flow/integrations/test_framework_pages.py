@@ -104,7 +104,9 @@ def test_the_first_agent_of_a_page_trains_with_its_tasks_config_and_commands(tmp
 )
 def test_every_agent_of_a_page_trains_as_printed(tmp_path, page, place):
     for command in printed(page, tmp_path, python_blocks(page)[place]):
-        done = subprocess.run([sys.executable, "-m", "penstock", *command], cwd=tmp_path, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, "-m", "penstock", *command], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
         assert done.returncode in (0, NOTHING_LEARNED) and "Traceback" not in done.stderr, (command, done.stdout, done.stderr)
     ends = json.loads((tmp_path / "runs/run/summary.json").read_text())["ends"]
     assert ends["completed"] >= 1, ends
