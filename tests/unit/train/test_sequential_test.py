@@ -13,7 +13,10 @@ TASKS, LOOKS = 24, 20
 def evaluations(rng: random.Random, rates: list[float]) -> dict[str, list[float]]:
     """Rewards of the same tasks, which differ in how hard they are, at each evaluation."""
     ease = [rng.random() for _ in range(TASKS)]
-    return {f"during-{step}": [float(rng.random() < min(1.0, rate * 2 * each)) for each in ease] for step, rate in enumerate(rates)}
+    return {
+        f"{'during' if step else 'before'}-{step}": [float(rng.random() < min(1.0, rate * 2 * each)) for each in ease]
+        for step, rate in enumerate(rates)
+    }
 
 
 def test_evidence_by_hand():
