@@ -125,7 +125,7 @@ class SamplingSection(Section):
     temperature: float = Field(default=1.0, ge=0)
     """The trainer divides its logits by it too."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Below 1, tokens get importance weights below 1: the trainer does not replay what was cut off."""
+    """Below 1, training is exact over the kept tokens, which the embedded engine records; servers do not tell them."""
     top_k: int = Field(default=0, ge=0)
     """0 keeps every token."""
     min_p: float = Field(default=0.0, ge=0, lt=1)
@@ -388,7 +388,7 @@ class GatewaySection(Section):
     drain_s: float = Field(default=5.0, ge=0)
     """How long a stopping gateway waits for answers under way."""
     otel: bool = False
-    """Tell OpenTelemetry of every call, over OTLP as its environment variables say; needs `penstock[otel]`."""
+    """Tell OpenTelemetry of every call, over OTLP as its environment variables say; needs the packages of the extra `otel`."""
 
 
 class ScaleSection(Section):

@@ -18,6 +18,7 @@ from faults.upstream_cases import VERSIONS, FakeVllm, engine_over, opened
 from penstock.engines.servers import base, pauses, vllm
 from penstock.errors import ConfigError, EngineError, RequestError
 from penstock.records import Sampling
+from penstock.system.locks import FileLock
 
 PROMPT = [1, 2, 3]
 SHORT = Sampling(max_tokens=4)
@@ -238,6 +239,18 @@ def test_a_server_that_a_dead_run_left_paused_is_resumed_by_the_next_and_told(
         assert "was left paused by an earlier run that died; it was resumed" in caplog.text
 
     run(case())
+
+
+def test_a_note_of_a_paused_server_is_read_once_the_last_process_of_the_dead_run_lets_go(start: Path, home: Path):
+    async def case():
+        async with FakeVllm(version="0.22.0") as server:
+            await kill_while_paused(server, start, signal.SIGKILL, with_child=True)
+            (note,) = (home / "paused").iterdir()
+            held = FileLock(note)
+            assert await held.wait_async(10)
+            asyncio.get_running_loop().call_later(1.5, held.close)
+            async with opened([server.url], start) as engine:
+                assert len((await read(engine, PROMPT, SHORT)).ids) == 4
 
 
 IN_TRANSFER = """from faults.upstream_cases import NumberedSender

@@ -3,7 +3,6 @@
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import orjson
@@ -128,16 +127,6 @@ async def summarize(run: TrainingRun, progress: TrainProgress, before: float | N
         code_changes=[change.text for change in code_changes(run.folder)],
         resumed=run.folder.resumed,
     )
-
-
-def notices(events: Path) -> dict[str, int]:
-    """Returns what the gateways of a run counted, from its event log; that of a process that was killed is not in it."""
-    total: Counter[str] = Counter()
-    with events.open("rb") as lines:
-        for line in lines:
-            if b'"gateway.stop"' in line:
-                total.update(orjson.loads(line).get("counts", {}))
-    return dict(total)
 
 
 def finished_summary(folder: RunFolder, config: RunConfig) -> Summary | None:

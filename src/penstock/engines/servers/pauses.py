@@ -160,7 +160,7 @@ def bring_back_left(folder: Path, url: str, key: str = "") -> bool | None:
     if not _record_path(folder, url).exists():
         return None
     with FileLock(_record_path(folder, url)) as lock:
-        # Its child process may be at it, or a run that lives is changing the server.
+        # Its child process may be at it, another process of it may still end, or a run that lives is changing the server.
         if not lock.wait(LOCK_S) or not (record := read_record(folder, url)).steps:
             return None
         resumed = Recovery(url, record.steps, key).run()
