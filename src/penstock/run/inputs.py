@@ -54,9 +54,7 @@ class Inputs:
         return [(path, tasks) for path, tasks in named if path != heldout or tasks is self.heldout]
 
 
-def read_inputs(
-    config: RunConfig, listener: Listener, *, check: Check = no_check, all_heldout: bool = False
-) -> Inputs:
+def read_inputs(config: RunConfig, listener: Listener, *, check: Check = no_check, all_heldout: bool = False) -> Inputs:
     """Read and check all inputs; one ConfigError lists everything that is wrong. The model is pulled only if nothing is.
 
     `check` notes further problems of the config. `all_heldout` reads `dataset.eval` beyond `dataset.eval_limit`.
