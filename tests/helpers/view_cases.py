@@ -6,33 +6,69 @@ import json
 import struct
 from pathlib import Path
 
+import httpx2 as httpx
+
 from penstock.config import RunConfig
 from penstock.events import Events
 from penstock.pool import POOLS
 from penstock.records import End, Grade, Mark, Node, Sampling, Step, Task, make_rollout
 from penstock.run.folder import RunFolder, open_run_folder
 from penstock.testing import write_tokenizer
+from penstock.view.app import make_view_app
+from penstock.view.sources import FolderSource
 
 HOSTILE = "<script>window.pwned=1</script><img src=x onerror=window.pwned=1> \u202eabc\u2066 ü\u2028 </pre>"
 LONG = "x" * 1_000_000
 STEPS, GROUPS, SIZE = 3, 2, 4
 
 
+class Screens:
+    """Asks for screens of the runs below a folder."""
+
+    def __init__(self, place: Path, **more) -> None:
+        self.app = make_view_app(FolderSource(place), names=frozenset({"localhost"}), **more)
+
+    def ask(self, path: str, *, headers=None, **params) -> httpx.Response:
+        async def send() -> httpx.Response:
+            transport = httpx.ASGITransport(app=self.app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+                return await client.get(path, params=params or None, headers=headers)
+
+        return asyncio.run(send())
+
+    def get(self, name: str, **params):
+        answer = self.ask(f"/api/{name}", **params)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+
 def make_run(
-    root: Path, name: str = "run", *, pool: str = "sqlite", url: str = "", finished: bool = True, model: str = HOSTILE
+    root: Path,
+    name: str = "run",
+    *,
+    pool: str = "sqlite",
+    url: str = "",
+    finished: bool = True,
+    model: str = HOSTILE,
+    train: dict | None = None,
+    by_call: bool = False,
 ) -> Path:
-    """A run of three steps with two groups of four: rewards 0, 1, 0, 1; one rollout failed, one call was not trainable."""
+    """A run of three steps with two groups of four: rewards 0, 1, 0, 1; one rollout failed, one call was not trainable.
+
+    `train` are settings of `[train]`; with `by_call`, each call is graded by itself.
+    """
     section = {"name": pool, **({"url": url} if url else {})}
     (root / "tasks.jsonl").write_text('{"prompt": "x"}\n')
     tree = {
         "run": {"name": name, "folder": str(root)},
         "model": {"name": model},
         "pool": section,
+        "train": train or {},
         "dataset": {"train": str(root / "tasks.jsonl")},
     }
     folder = open_run_folder(RunConfig.model_validate(tree), fresh=False)
     write_tokenizer(folder.path / "checkpoints" / "000003")
-    asyncio.run(_fill(folder, pool, url))
+    asyncio.run(_fill(folder, pool, url, by_call=by_call))
     write_scores(folder.path)
     folder.add_evaluation("before-0", 0.2)
     folder.add_evaluation("during-2", 0.6)
@@ -42,7 +78,7 @@ def make_run(
     return folder.path
 
 
-async def _fill(folder: RunFolder, kind: str, url: str) -> None:
+async def _fill(folder: RunFolder, kind: str, url: str, *, by_call: bool) -> None:
     pool = POOLS.load(kind)(folder.path, url=url)
     with Events(folder.events) as events:
         events.emit("run.start", name="run")
@@ -50,7 +86,7 @@ async def _fill(folder: RunFolder, kind: str, url: str) -> None:
             events.emit("step.start", step=step, version=step - 1)
             names = [f"train-{(step - 1) * GROUPS + at}" for at in range(GROUPS)]
             for at, group in enumerate(names):
-                await add_group(pool, events, group, (step - 1) * GROUPS + at, version=step - 1)
+                await add_group(pool, events, group, (step - 1) * GROUPS + at, version=step - 1, by_call=by_call)
             lease = await pool.claim(GROUPS, version=step - 1, max_staleness=0, lease_s=60)
             events.emit("train.start", step=step, groups=GROUPS)
             await pool.ack(lease.id, step)
@@ -59,12 +95,13 @@ async def _fill(folder: RunFolder, kind: str, url: str) -> None:
             events.emit("train.step", step=step)
         await add_group(pool, events, "train-6", 6, version=3)  # complete, and waits
         events.emit("rollout.forged", rollout_id="train-0.0.1", text=HOSTILE)
+        events.emit("gateway.notice", name=f"ignored:{HOSTILE}")
         events.emit("run.end", summary={})
     await pool.close()
 
 
 async def add_group(
-    pool, events, group: str, seq: int, *, version: int, channel: str = "train", size: int = SIZE, good=None
+    pool, events, group: str, seq: int, *, version: int, channel: str = "train", size: int = SIZE, good=None, by_call: bool = False
 ) -> None:
     task = Task(id=f"task-{seq}", prompt=({"role": "user", "content": f"{seq} {HOSTILE}"},), label=HOSTILE)
     rollouts = [make_rollout(group, task.id, place, channel=channel) for place in range(size)]
@@ -75,7 +112,9 @@ async def add_group(
         events.emit("rollout.grade", rollout_id=rollout.id)
         failed = group == "train-0" and place == 3
         reward = good[place] if good else float(place % 2)
-        grades = [] if failed else [Grade(rollout_id=rollout.id, reward=reward, source=f"grader {HOSTILE}")]
+        steps = (0, 1) if by_call else (None,)
+        source = f"grader {HOSTILE}"
+        grades = [] if failed else [Grade(rollout_id=rollout.id, reward=reward, source=source, step=step) for step in steps]
         await pool.end(rollout.id, End.AGENT_ERROR if failed else End.COMPLETED, f"boom \ud800 {HOSTILE}" if failed else "", grades)
         events.emit(
             "rollout.end", rollout_id=rollout.id, group_id=group, channel=channel, end="completed", message="", reward=reward
@@ -154,11 +193,11 @@ def metrics(step: int, names: list[str]) -> dict:
     }
 
 
-def write_scores(folder: Path) -> None:
-    """What the trainer recorded of step 1: four trained tokens of one rollout."""
+def write_scores(folder: Path, **more) -> None:
+    """What the trainer recorded of step 1: four trained tokens of one rollout. An earlier penstock did not record their calls."""
     halves = base64.b64encode(struct.pack("<4e", 0.25, -0.5, 0.125, 0.0)).decode()
-    line = {"rollout_id": "train-0.1.1", "gap": halves, "entropy": halves, "advantages": [[4, 1.5]]}
-    (folder / "scores").mkdir()
+    line = {"rollout_id": "train-0.1.1", "gap": halves, "entropy": halves, "advantages": [[4, 1.5]], **more}
+    (folder / "scores").mkdir(exist_ok=True)
     (folder / "scores" / "000001.jsonl").write_text(json.dumps(line) + "\n")
 
 
@@ -179,6 +218,7 @@ def make_evaluation(root: Path, name: str, rewards: dict[int, list[float]]) -> P
             events.emit("eval.begin", model="tiny")
             for row, values in rewards.items():
                 await add_group(pool, events, f"eval-{row}", row, version=0, channel="eval", size=2, good=values)
+            events.emit("gateway.stop", counts={"finish:length": 2, f"ignored:{HOSTILE}": 1})
         await pool.close()
 
     asyncio.run(fill())

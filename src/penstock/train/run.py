@@ -14,6 +14,7 @@ from penstock.records import PolicyVersion
 from penstock.run.code import use_code
 from penstock.run.folder import FRESH, locked, open_run_folder
 from penstock.run.inputs import Inputs, refuse_untrainable
+from penstock.run.notices import read_notices
 from penstock.run.opening import bind_pool
 from penstock.run.tracking import tracking
 from penstock.system.async_tools import leaf_errors
@@ -22,7 +23,7 @@ from penstock.train import policy
 from penstock.train.held_out import BackgroundEvaluation, evaluate
 from penstock.train.loop import Fallback, TrainProgress, train_steps
 from penstock.train.promotion import promote_if_better
-from penstock.train.summary import Summary, finished_summary, notices, summarize
+from penstock.train.summary import Summary, finished_summary, summarize
 from penstock.train.training_run import TrainingRun, open_training
 
 T = TypeVar("T")
@@ -54,7 +55,7 @@ async def train(
         async with tracking(config, folder, events):
             async with open_training(config, inputs, folder, events) as run:
                 summary = await run_training(run, stop)
-            summary = replace(summary, notices=await asyncio.to_thread(notices, folder.events))
+            summary = replace(summary, notices=await asyncio.to_thread(read_notices, folder.events))
             folder.write_summary(to_json(summary))
             events.emit("run.end", summary=asdict(summary))
         return summary

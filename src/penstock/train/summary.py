@@ -3,7 +3,6 @@
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import orjson
@@ -150,16 +149,6 @@ def better_text(rewards: dict[str, list[float]], reward_range: tuple[float, floa
         return f"than before, at 95 %: {steps}"
     last = results[-1]
     return f"not established at 95 %: evidence {last.evidence:,.1f} of {last.needed:,.0f}, in {len(results)} evaluations"
-
-
-def notices(events: Path) -> dict[str, int]:
-    """Returns what the gateways of a run counted, from its event log; that of a process that was killed is not in it."""
-    total: Counter[str] = Counter()
-    with events.open("rb") as lines:
-        for line in lines:
-            if b'"gateway.stop"' in line:
-                total.update(orjson.loads(line).get("counts", {}))
-    return dict(total)
 
 
 def finished_summary(folder: RunFolder, config: RunConfig) -> Summary | None:

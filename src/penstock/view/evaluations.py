@@ -62,6 +62,7 @@ def _line(files: ViewedRun, run_id: str) -> dict[str, Any]:
         "components": summary.get("components") or {},
         "ends": summary.get("ends"),
         "cost": summary.get("cost"),
+        "notices": files.alarms.notices.total(),
     }
 
 
