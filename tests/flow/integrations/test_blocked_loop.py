@@ -198,7 +198,9 @@ def test_an_agent_that_awaits_is_not_told_of():
     assert (trial.ends, trial.blocked_at, trial.attempts[0].rollout.attempt) == ([End.COMPLETED], [], 1)
 
 
-@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this system does not tell how long a thread waited for a core")
+@pytest.mark.skipif(
+    not Path("/proc/self/schedstat").exists(), reason="this system does not tell how long a thread waited for a core"
+)
 def test_time_in_which_other_programs_have_the_core_is_no_block():
     cores, spin = os.sched_getaffinity(0), [sys.executable, "-c", "while True: pass"]
     one_core = {min(cores)}
