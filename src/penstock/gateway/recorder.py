@@ -137,4 +137,5 @@ def _step(graph: TokenGraph, node: Node, reply: ReplyBuilder, metadata: StepMeta
         context=context,
         usage=reply.usage,
         policy=metadata.policy,
+        kept=tuple(reply.kept),
     )
