@@ -1,7 +1,7 @@
 """The replay of a recorded rollout: a branch's calls get the stored replies while its requests are those of the record.
 
-A request is compared as canonical JSON of its choices, policy, tools and messages, then by the tokens of its prompt. Calls are found
-by what they say, not by their order, as those of sub-agents may come in another one.
+A request is compared as canonical JSON of its choices, policy, tools and messages, then by the tokens of its prompt. Calls are
+found by what they say, not by their order, as those of sub-agents may come in another one.
 """
 
 import json
@@ -108,10 +108,11 @@ class BranchReplay:
         if not left:
             return f"{self._rollout_id} has no step {self._step} to branch from"
         nearest = max(left, key=lambda call: (_common(call.request.text, asked.text), -call.steps[0].index))
-        where = f"the request of step {nearest.steps[0].index} differs from that of {self._rollout_id}"
+        step = nearest.steps[0].index
+        where = f"the request of step {step} differs from that of {self._rollout_id}"
         recorded, now = nearest.request.text, asked.text
         if recorded == now:  # the same messages, rendered in another way: another template or tokenizer, or a date in the prompt
-            where = f"the prompt of step {nearest.steps[0].index} differs from that of {self._rollout_id}, though its messages are equal:"
+            where = f"step {step} has the messages of that of {self._rollout_id}, but another prompt, which differs"
             recorded, now = (self._tokenizer.decode(each.prompt).encode("utf-8", "replace") for each in (nearest.request, asked))
         at = _common(recorded, now)
         return f"{where} at byte {at}: recorded {_window(recorded, at)}, now {_window(now, at)}"

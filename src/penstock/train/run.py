@@ -19,6 +19,7 @@ from penstock.run.tracking import tracking
 from penstock.system.async_tools import leaf_errors
 from penstock.system.heap import share_heap
 from penstock.train import policy
+from penstock.train.branched import refuse_branches
 from penstock.train.held_out import BackgroundEvaluation, evaluate
 from penstock.train.loop import Fallback, TrainProgress, train_steps
 from penstock.train.summary import Summary, finished_summary, notices, summarize
@@ -41,6 +42,7 @@ async def train(
     A run whose agent or grader was edited meanwhile is refused, unless `allow_code_change`.
     """
     refuse_untrainable(config)
+    refuse_branches(config)
     share_heap()
     folder = open_run_folder(config, fresh=fresh)
     with locked(folder.path), Events(folder.events) as events:
