@@ -2,7 +2,7 @@
 
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from pydantic import Field
 
@@ -26,7 +26,7 @@ def vine(group: Group, settings: VineSettings) -> list[dict[int, float]]:
     """
     if not group.graded:
         return []
-    values, mean = step_values(group, settings.least), statistics.fmean(group.rewards)
+    values, mean = step_values(group, settings.least), _mean(group.rewards)
     spread = statistics.pstdev(group.rewards) + EPSILON if settings.scaled else 1.0
     return [_gains(attempt, {0: mean, **values[attempt.rollout.id]}, spread) for attempt in group.graded]
 
@@ -39,7 +39,7 @@ def step_values(group: Group, least: int = 1) -> Mapping[str, dict[int, float]]:
         if point is not None and attempt.reward is not None:
             rewards[point.rollout_id][point.step].append(attempt.reward)
     found = {
-        name: {step: statistics.fmean(each) for step, each in by_step.items() if len(each) >= least}
+        name: {step: _mean(each) for step, each in by_step.items() if len(each) >= least}
         for name, by_step in rewards.items()
     }
     return defaultdict(dict, found)
@@ -54,3 +54,8 @@ def _gains(attempt: Attempt, values: Mapping[int, float], spread: float) -> dict
         later = [each for each in known if each > step.index]
         gains[step.index] = ((values[later[0]] if later else end) - values[before]) / spread
     return gains
+
+
+def _mean(values: Sequence[float]) -> float:
+    """Of equal values it is that value, so that nothing gained is exactly 0."""
+    return values[0] if len(set(values)) == 1 else statistics.fmean(values)
