@@ -197,13 +197,17 @@ class Step:
     """Of a reply that an endpoint gave as text: it has no token ids and is never trained. None where tokens are recorded."""
     policy: str = ""
     """The policy that was asked, of those in `[policies.*]`; empty in a run without them."""
+    kept: tuple[bytes, ...] = ()
+    """Per token: those that top-k, top-p and min-p left to choose from, as `engines.token_sets` packs them.
+
+    Empty where nothing was truncated, and for a greedy reply, or if the engine does not tell."""
     replayed: bool = False
     """Whether it repeats a step of the rollout that this one is a branch of. It is never trained."""
 
     @property
     def limited(self) -> bool:
         """Whether its tokens were chosen from a known part of the vocabulary."""
-        return self.sampling.grammar is not None
+        return self.sampling.grammar is not None or bool(self.kept)
 
     @property
     def sampled(self) -> int:
@@ -366,7 +370,7 @@ class Sequence:
     steps: tuple[int, ...] = field(default=())
     """Per token: the step that sampled it; -1 where not trained."""
     allowed: tuple[bytes, ...] = ()
-    """Per token: the tokens that it was chosen from, as `engines.embedded.token_sets` packs them; empty if these are all.
+    """Per token: the tokens that it was chosen from, as `engines.token_sets` packs them; empty if these are all.
 
     Empty as a whole if no token's choice was limited."""
 

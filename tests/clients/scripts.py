@@ -67,5 +67,5 @@ def person(prompt: str) -> str:
 
 
 def _person_tool(prompt: str) -> str:
-    offered = re.findall(r'"name": "(Person|person|final_result|format_final_json_response|set_model_response)"', prompt)
+    offered = re.findall(r'"name": "(Person|person|final_result|format_final_json_response|set_model_response|json)"', prompt)
     return offered[0] if offered else ""

@@ -13,6 +13,7 @@ from penstock.engines.embedded.core import DrawnChunk, EngineCore, Request
 from penstock.engines.embedded.decoder import Attend, Decoder, DecoderShape, causal
 from penstock.engines.embedded.paged_core import PagedCore
 from penstock.engines.embedded.sampling import sample
+from penstock.engines.token_sets import unpack_sets
 from penstock.records import Sampling
 
 VOCAB = 50
@@ -59,6 +60,8 @@ class DrawnToken(NamedTuple):
     id: int
     logprob: float
     full_logprob: float
+    kept: bytes
+    """What it was chosen from; empty if from all."""
 
 
 @dataclass
@@ -124,7 +127,9 @@ class Workload:
 
     def record(self, chunks: Sequence[DrawnChunk]) -> None:
         for chunk in chunks:
-            drawn = zip(chunk.ids, chunk.logprobs, chunk.full_logprobs, strict=True)
+            truncated = chunk.request.sampling.truncated and chunk.request.sampling.temperature > 0.0
+            assert len(chunk.kept) == len(chunk.ids) * truncated
+            drawn = zip(chunk.ids, chunk.logprobs, chunk.full_logprobs, chunk.kept or [b""] * len(chunk.ids), strict=True)
             self.sampled[chunk.request] += [(DrawnToken(*token), self.version) for token in drawn]
             if chunk.finish:
                 self.finished.append(chunk.request)
@@ -169,6 +174,10 @@ class Workload:
                 assert request.tokens[request.prompt_length + place] == token.id
                 assert token.full_logprob == pytest.approx(row.log_softmax(-1)[token.id].item(), abs=TOLERANCE)
                 assert token.logprob == pytest.approx(sampled_from(row, request.sampling, token.id), abs=TOLERANCE)
+                if token.kept:
+                    scaled = row / request.sampling.temperature
+                    chosen_from = scaled[torch.from_numpy(unpack_sets([token.kept], VOCAB)[0])]
+                    assert token.logprob == pytest.approx(float(scaled[token.id] - chosen_from.logsumexp(0)), abs=TOLERANCE)
                 checked += 1
         return checked
 

@@ -23,6 +23,8 @@ class SampledChunk:
     finish: Finish | None = None
     behaviour_known: bool = True
     """False: `logprobs` are under the plain softmax too, which is all that the engine tells of a tempered or truncated token."""
+    kept: tuple[bytes, ...] = ()
+    """See `Step.kept`."""
 
 
 class Engine(Protocol):

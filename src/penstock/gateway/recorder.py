@@ -160,4 +160,5 @@ def _step(index: int, node: Node, reply: ReplyBuilder, metadata: StepMetadata, c
         context=context,
         usage=reply.usage,
         policy=metadata.policy,
+        kept=tuple(reply.kept),
     )

@@ -27,7 +27,7 @@ from penstock.train.batches import CPU_TOKENS_PER_PASS, pack
 from penstock.train.forward import pass_logprobs, trunk_states
 from penstock.train.masters import round_as_served
 from penstock.train.policy_groups import group_of
-from penstock.train.sequences import Graph, ReplayedStep, breaks, read_graph, sampled_tokens, why_untrainable
+from penstock.train.sequences import Graph, ReplayedStep, breaks, chosen_from, read_graph, sampled_tokens, why_untrainable
 
 
 class ProbedToken(NamedTuple):
@@ -73,7 +73,7 @@ def make_probes(
     for attempt, graph in read:
         sampled = {i: step for i, step in graph.steps.items() if not step.replayed}  # others are probed in the rollout they repeat
         left = {i for i, step in sampled.items() if version in step.versions and i not in graph.flaws}
-        allowed = {i: replay(graph.steps[i]) for i in left if graph.steps[i].limited}
+        allowed = {i: chosen_from(graph.steps[i], replay) for i in left if graph.steps[i].limited}
         for index, found in allowed.items():
             if found.problem:
                 left.remove(index)
@@ -130,10 +130,10 @@ def _sequence(
 def _recomputable(step: Step) -> tuple[tuple[float, ...], float]:
     """Returns the recorded log-probabilities that a forward pass can reproduce, and the temperature to compute them at.
 
-    Truncated sampling renormalises, a greedy token has probability 1, and some engines tell no more. For these, compare the full
-    softmax at temperature 1.
+    A greedy token has probability 1, truncated sampling renormalises over tokens that an engine may not tell, and some engines
+    tell no more. For these, compare the full softmax at temperature 1.
     """
-    if step.behaviour_known and step.sampling.temperature > 0 and not step.sampling.truncated:
+    if step.behaviour_known and step.sampling.temperature > 0 and (step.kept or not step.sampling.truncated):
         return step.logprobs, step.sampling.temperature
     return step.logprobs if step.full_logprobs is None else step.full_logprobs, 1.0
 

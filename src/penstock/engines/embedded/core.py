@@ -24,6 +24,7 @@ from penstock.engines.embedded.grammars import GrammarState, forbid
 from penstock.engines.embedded.kv_cache import KeyValues, PrefixTree, Segment, TailCache
 from penstock.engines.embedded.lora import AdapterSlots
 from penstock.engines.embedded.sampling import DrawnTokens, sample
+from penstock.engines.token_sets import pack_set
 from penstock.errors import ConfigError
 from penstock.records import Finish, Sampling
 
@@ -74,6 +75,8 @@ class DrawnChunk(NamedTuple):
     finish: Finish | None = None
     problem: str = ""
     """Why the request cannot go on; with finish "error" only."""
+    kept: tuple[bytes, ...] = ()
+    """See `Step.kept`."""
 
 
 @dataclass(eq=False, slots=True)
@@ -271,8 +274,14 @@ class EngineCore:
 
     def _append_all(self, drawn: DrawnTokens) -> list[DrawnChunk]:
         """Append each row's token to its request; remove requests that finish."""
-        rows: list[list[float]] = torch.stack([part.double() for part in drawn], dim=1).tolist()  # pyright: ignore[reportUnknownVariableType]
+        rows: list[list[float]] = torch.stack([part.double() for part in drawn[:3]], dim=1).tolist()  # pyright: ignore[reportUnknownVariableType]
         sampled = [self._append(active.request, *row) for active, row in zip(self.running, rows, strict=True)]
+        if drawn.kept is not None:
+            kept = drawn.kept.cpu().numpy()
+            sampled = [
+                chunk._replace(kept=(pack_set(row),)) if keeps_sets(chunk.request.sampling) else chunk
+                for chunk, row in zip(sampled, kept, strict=True)
+            ]
         for active, token in zip(list(self.running), sampled, strict=True):
             if token.finish and token.finish != "error":
                 self._fold(active)
@@ -303,6 +312,11 @@ class EngineCore:
 
     def _tensor(self, values: list[list[int]]) -> torch.Tensor:
         return torch.tensor(values, device=self._device)
+
+
+def keeps_sets(sampling: Sampling) -> bool:
+    """Whether it is recorded what each token was chosen from."""
+    return sampling.truncated and sampling.temperature > 0.0
 
 
 class Ending(NamedTuple):

@@ -66,7 +66,11 @@ class RequestOutput:
         if chunk.finish == "error":
             good = len(chunk.ids) - 1  # the last one is what failed
             chunk = chunk._replace(
-                ids=chunk.ids[:good], logprobs=chunk.logprobs[:good], full_logprobs=chunk.full_logprobs[:good], finish=None
+                ids=chunk.ids[:good],
+                logprobs=chunk.logprobs[:good],
+                full_logprobs=chunk.full_logprobs[:good],
+                kept=chunk.kept[:good],
+                finish=None,
             )
             if good:
                 self._chunks.append((chunk, version))
@@ -93,7 +97,12 @@ class RequestOutput:
             chunk, version = chunks[0]
             count = len(chunk.ids)
             return SampledChunk(
-                tuple(chunk.ids), tuple(chunk.logprobs), tuple(chunk.full_logprobs), (version,) * count, chunk.finish
+                tuple(chunk.ids),
+                tuple(chunk.logprobs),
+                tuple(chunk.full_logprobs),
+                (version,) * count,
+                chunk.finish,
+                kept=chunk.kept,
             )
         return SampledChunk(
             ids=tuple(chain.from_iterable(chunk.ids for chunk, _ in chunks)),
@@ -101,6 +110,7 @@ class RequestOutput:
             full_logprobs=tuple(chain.from_iterable(chunk.full_logprobs for chunk, _ in chunks)),
             versions=tuple(chain.from_iterable(repeat(version, len(chunk.ids)) for chunk, version in chunks)),
             finish=chunks[-1][0].finish,
+            kept=tuple(chain.from_iterable(chunk.kept for chunk, _ in chunks)),
         )
 
 

@@ -35,6 +35,9 @@ PREFILL_SIZES = 64, 256, 1024
 """Tokens of the prefill passes that are captured; a pass is padded to the next of them. On a larger one the device works longer
 than the host needs to launch it."""
 
+TRUNCATED_STEPS = 4
+"""Most steps of a window with truncated sampling: each takes a bit per lane and token of the vocabulary."""
+
 CONTEXT_ROWS = 1 << 19
 """Rows of all contexts of a captured pass together."""
 
@@ -46,6 +49,8 @@ class StepResults:
     values: Tensor
     """[lanes, steps, 3]: id (-1 where the lane was idle), log-probability, full log-probability."""
     done: torch.cuda.Event | None
+    kept: Tensor | None = None
+    """[lanes, steps, bytes]: a bit for each token that could be drawn; None without truncated sampling."""
 
     def read(self) -> NDArray[np.float64]:
         """Wait for them."""
@@ -111,6 +116,9 @@ class Lanes:
         self._uniforms = torch.zeros(lanes, dtype=torch.float64, device=device)
         self._cursor = torch.zeros(1, dtype=torch.long, device=device)
         self._out = torch.zeros(lanes, max_steps, 3, dtype=torch.float64, device=device)
+        self._kept: Tensor | None = None
+        """[lanes, steps, bytes]: a bit for each token that truncated sampling leaves; made when it is first needed."""
+        self._bit_values = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=device)
         self.captured: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         """Steps, by the number of lanes and whether sampling is truncated."""
         self.captured_passes: dict[int, torch.cuda.CUDAGraph] = {}
@@ -141,6 +149,7 @@ class Lanes:
         """Queue `steps` steps of the first `lanes` lanes."""
         with self._queue():
             self._cursor.zero_()
+            kept = self._kept_bits(lanes, steps) if truncated else None
             if self.graphs_enabled:
                 graph = self.captured.get((lanes, truncated)) or self._capture(lanes, truncated)
                 for _ in range(steps):
@@ -148,7 +157,7 @@ class Lanes:
             else:
                 for _ in range(steps):
                     self._step(lanes, truncated)
-            return self._fetch(self._out[:lanes, :steps])
+            return self._fetch(self._out[:lanes, :steps], kept)
 
     def forward(self, lanes: int) -> None:
         """Queue the first half of a step, all but the draw, unless that was done. The host may work on `draw` meanwhile."""
@@ -162,10 +171,17 @@ class Lanes:
         """Queue the other half; `allowed` [lanes, words] has a bit for each token that may be drawn."""
         with self._queue():
             self._cursor.zero_()
+            kept = self._kept_bits(lanes, 1) if truncated else None
             self._allowed[:lanes].copy_(self._upload(allowed))
             self._replay(lanes, truncated, lambda: self._draw(self._hidden[:lanes], lanes, truncated, masked=True))
             self._forwarded = 0
-            return self._fetch(self._out[:lanes, :1])
+            return self._fetch(self._out[:lanes, :1], kept)
+
+    def _kept_bits(self, lanes: int, steps: int) -> Tensor:
+        if self._kept is None:
+            size = (self.count, TRUNCATED_STEPS, -(-self.decoder.shape.vocab_size // 8))
+            self._kept = torch.zeros(size, dtype=torch.uint8, device=self.device)
+        return self._kept[:lanes, :steps]
 
     def _replay(self, lanes: int, truncated: bool | None, work: Callable[[], object]) -> None:
         if not self.graphs_enabled:
@@ -297,6 +313,9 @@ class Lanes:
             logits = logits.masked_fill(bits.view(lanes, -1)[:, : logits.shape[1]] == 0, float("-inf"))
         drawn = fused.draw(logits, self._params[:lanes], self._uniforms[:lanes], truncated=truncated)
         fused.advance(self._state, self._stops, drawn, self._cursor, self._out)
+        if drawn.kept is not None and self._kept is not None:
+            bits = F.pad(drawn.kept.to(torch.uint8), (0, -drawn.kept.shape[1] % 8)).view(lanes, -1, 8) * self._bit_values
+            self._kept[:lanes].index_copy_(1, self._cursor, bits.sum(-1, dtype=torch.uint8)[:, None])
         self._cursor += 1
 
     def _forward(
@@ -357,14 +376,19 @@ class Lanes:
         self._pool = graph.pool()
         return graph
 
-    def _fetch(self, values: Tensor) -> StepResults:
+    def _fetch(self, values: Tensor, kept: Tensor | None) -> StepResults:
         if self._stream is None:
-            return StepResults(values.clone(), None)
-        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        host.copy_(values, non_blocking=True)
+            return StepResults(values.clone(), None, None if kept is None else kept.clone())
+        host, bits = self._download(values), None if kept is None else self._download(kept)
         event = torch.cuda.Event()
         event.record(self._stream)
-        return StepResults(host, event)
+        return StepResults(host, event, bits)
+
+    @staticmethod
+    def _download(values: Tensor) -> Tensor:
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        host.copy_(values, non_blocking=True)
+        return host
 
     def _upload(self, array: "NDArray[np.generic]") -> Tensor:
         tensor = torch.from_numpy(array)  # pyright: ignore[reportUnknownMemberType]

@@ -19,12 +19,13 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.engines.embedded import fused
-from penstock.engines.embedded.core import DrawnChunk, Request, ending
+from penstock.engines.embedded.core import DrawnChunk, Request, ending, keeps_sets
 from penstock.engines.embedded.decoder import Decoder
 from penstock.engines.embedded.grammars import fill_rows
 from penstock.engines.embedded.kv_cache import CacheRows, PrefixTree, Segment
-from penstock.engines.embedded.lanes import MAX_STOPS, RING, Lanes, PackedPrompts, StepResults
+from penstock.engines.embedded.lanes import MAX_STOPS, RING, TRUNCATED_STEPS, Lanes, PackedPrompts, StepResults
 from penstock.engines.embedded.lora import AdapterSlots
+from penstock.engines.token_sets import pack_bits
 
 PASS_TOKENS = 8192, 32768
 """Most tokens of one prefill pass: of a large model, and of a small one."""
@@ -319,10 +320,11 @@ class PagedCore:
         lanes = min(self.slots, bucket(max(numbers) + 1))
         most = self.max_steps if self.waiting or lanes < MANY_LANES else 2 * self.max_steps
         most = min(most, STEPS_BETWEEN_PASSES) if self.planned else most
+        truncated = any(active.request.sampling.truncated for active in self.running)
+        most = min(most, TRUNCATED_STEPS) if truncated else most
         steps = min(most, max([active.limit - len(active.request.tokens) - active.queued for active in self.running]))
         if steps <= 0:
             return None  # the steps on their way end all replies
-        truncated = any(active.request.sampling.truncated for active in self.running)
         queued = self.lanes.run(lanes, steps, truncated=truncated)
         window = StepWindow(list(self.running), numbers, steps, queued)
         for active in self.running:
@@ -372,10 +374,11 @@ class PagedCore:
             request = active.request
             if count == window.steps and finite[lane] and self._goes_on(active, drawn):  # most chunks
                 request.tokens += drawn
-                sampled.append(DrawnChunk(request, drawn, logprobs, full_logprobs))
+                chunk = DrawnChunk(request, drawn, logprobs, full_logprobs)
+                sampled.append(chunk._replace(kept=self._kept(window.results, lane, request, count)))
                 continue
             chunk = self._append(request, drawn[:count], logprobs[:count], full_logprobs[:count])
-            sampled.append(chunk)
+            sampled.append(chunk._replace(kept=self._kept(window.results, lane, request, len(chunk.ids))))
             if chunk.finish:
                 ended.append(active)
                 self._uniforms.pop(active.request.key, None)
@@ -383,6 +386,13 @@ class PagedCore:
                     self._keep(active)
         self._remove(ended)
         return sampled
+
+    def _kept(self, results: StepResults, lane: int, request: Request, count: int) -> tuple[bytes, ...]:
+        """What each of a lane's tokens was chosen from, of a window that was read."""
+        if results.kept is None or not keeps_sets(request.sampling):
+            return ()
+        vocab = self.decoder.shape.vocab_size
+        return tuple(pack_bits(bits, vocab) for bits in results.kept[lane, :count].numpy())
 
     def _goes_on(self, active: LaneRequest, ids: list[int]) -> bool:
         """Whether it is certain that none of the last tokens ends the reply."""
