@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import is_
 
 from penstock.chat.media import without_bytes
 from penstock.chat.templates import chain_digest, message_digest
@@ -86,7 +87,8 @@ class Recorder:
 
     def clean(self, messages: Sequence[Message]) -> tuple[Message, ...]:
         """The messages as they are stored: without secrets, and with digests in place of bytes."""
-        return tuple(self._redactor.message(without_bytes(message)) for message in messages)
+        kept = tuple(map(without_bytes, messages))
+        return kept if self._redactor.is_clean(kept) else tuple(map(self._redactor.message, kept))
 
     async def _store(self, session: Session, step: Step, node: Node | None) -> None:
         """Append both to the pool, with secrets removed from their texts."""
@@ -110,7 +112,7 @@ class Recorder:
 
     def _clean_node(self, node: Node) -> Node:
         messages = self.clean(node.messages)
-        same = all(clean is original for clean, original in zip(messages, node.messages, strict=True))
+        same = all(map(is_, messages, node.messages))
         return node if same else replace(node, messages=messages)
 
     async def _refuse_if_ended(self, session: Session) -> None:

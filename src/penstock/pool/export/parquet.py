@@ -38,7 +38,7 @@ class ParquetColumn(NamedTuple):
     kind: ColumnKind
 
 
-LATER = frozenset({"components", "policy", "branch", "replayed"})
+LATER = frozenset({"components", "policy", "kept", "branch", "replayed"})
 """Columns that the exports of an earlier penstock lack; their records take the default."""
 
 
