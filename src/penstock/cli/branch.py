@@ -66,9 +66,8 @@ def branch(
 def _branch(recorded: "RecordedRollout", steps: list[int], config: "RunConfig", view: "EvalView", *, fresh: bool) -> "BranchReport":
     from penstock.evals.branch import branch as make_branches
     from penstock.run.inputs import read_inputs
-    from penstock.train import REGISTRIES  # the settings are those of a training run, so all of its names are checked
 
-    inputs = read_inputs(config, view, registries=REGISTRIES)
+    inputs = read_inputs(config, view)
 
     async def work() -> "BranchReport":
         stop = asyncio.Event()

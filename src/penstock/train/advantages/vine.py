@@ -38,10 +38,7 @@ def step_values(group: Group, least: int = 1) -> Mapping[str, dict[int, float]]:
         point = attempt.rollout.branch
         if point is not None and attempt.reward is not None:
             rewards[point.rollout_id][point.step].append(attempt.reward)
-    found = {
-        name: {step: _mean(each) for step, each in by_step.items() if len(each) >= least}
-        for name, by_step in rewards.items()
-    }
+    found = {name: {step: _mean(each) for step, each in by_step.items() if len(each) >= least} for name, by_step in rewards.items()}
     return defaultdict(dict, found)
 
 
