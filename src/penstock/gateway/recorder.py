@@ -135,4 +135,5 @@ def _step(graph: TokenGraph, node: Node, reply: ReplyBuilder, metadata: StepMeta
         usage=reply.usage,
         policy=metadata.policy,
         kept=tuple(reply.kept),
+        most_likely=tuple(reply.most_likely),
     )
