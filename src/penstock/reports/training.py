@@ -148,7 +148,7 @@ def _exactness(report: RunReport) -> str:
     rows = [(what, reason, f"{count:,}") for what, counted in named for reason, count in counted.items()]
     sampled = recorded.sampled_tokens or sum(entry["sampled_tokens"] for entry in report.metrics)
     unhashed = recorded.unhashed_tokens or sum(entry.get("unhashed_tokens", 0) for entry in report.metrics)
-    exact = percent(recorded.rate or _exact_rate(report.metrics))
+    exact = percent(recorded.rate if report.recording else _exact_rate(report.metrics))
     text = f"{exact} of {sampled:,} sampled tokens are exact, {unhashed:,} of them unhashed."
     return f'<p class="dim">{escape(text)}</p>' + (table(["what", "reason", "count"], rows) if rows else "")
 
