@@ -163,4 +163,5 @@ def _step(index: int, node: Node, reply: ReplyBuilder, metadata: StepMetadata, c
         usage=reply.usage,
         policy=metadata.policy,
         kept=tuple(reply.kept),
+        most_likely=tuple(reply.most_likely),
     )
