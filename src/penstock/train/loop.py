@@ -37,6 +37,7 @@ from penstock.train.learner import UpdateMetrics, UpdateResult, total_metrics
 from penstock.train.memory import peak_memory
 from penstock.train.policy import ROLLED_BACK, Publication, checkpoint_interval, roll_back, save
 from penstock.train.policy_groups import group_of
+from penstock.train.promotion import promote_if_better
 from penstock.train.scores import ScoreWriter
 from penstock.train.sequences import behaviour_unknown_tokens, breaks, exactness
 from penstock.train.set_aside import BEYOND, CRASHED, EQUAL, find_culprits, may_be_data, out_of_bounds, refuse_too_many, set_aside
@@ -130,7 +131,12 @@ async def train_steps(
     speed = await SamplingSpeed.begin(run.pool)
     async with ScoreWriter(run.folder.path) as scores:
         while progress.step < section.steps and not stop.is_set() and not alarmed:
-            background.begin(progress.step)
+            if section.promote and background.is_due(progress.step):
+                progress = await save_checkpoint(run, progress) if progress.leases else progress
+                await background.between_steps(progress.step)
+                await promote_if_better(run, f"during-{progress.step}", progress.version)
+            else:
+                background.begin(progress.step)
             run.events.emit("step.start", step=progress.step + 1, version=progress.version)
             clock = Stopwatch()
             ready = await next_step(run, progress, clock, stop)

@@ -15,6 +15,8 @@ from penstock.view.sources import OpenRuns
 from penstock.view.texts import REASONS, cut
 
 SPARK_POINTS = 60
+MAX_MODEL = 200
+"""Characters of a model's name in a list."""
 MAX_POINTS = 5000
 """Steps in one answer; of a longer run every second, third, … one."""
 AFTER_LAST = 2**62
@@ -31,7 +33,7 @@ def run_line(files: ViewedRun, run_id: str) -> dict[str, Any]:
         "name": str(files.setting("run", "name") or files.path.name),
         "kind": files.kind,
         "status": files.status(),
-        "model": str(files.setting("model", "name") or ""),
+        "model": cut(str(files.setting("model", "name") or ""), MAX_MODEL),
         "step": metrics.steps[-1] if metrics.steps else None,
         "steps": metrics.planned,
         "reward": reward,
