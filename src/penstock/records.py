@@ -104,12 +104,19 @@ class Sampling:
     seed: int | None = None
     grammar: ReplyGrammar | None = None
     """None: every token is allowed."""
+    top_logprobs: int = 0
+    """How many of the most likely tokens are told with each sampled one."""
 
     @property
     def truncated(self) -> bool:
         """Whether some tokens could not be sampled at all."""
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
+
+MAX_TOP_LOGPROBS = 20
+
+TokenLogprobs = tuple[tuple[int, float], ...]
+"""Token ids with their log-probabilities under the untempered, untruncated distribution, the most likely first."""
 
 Finish = Literal["stop", "length", "cancelled", "error"]
 
@@ -187,6 +194,9 @@ class Step:
     """Per token: those that top-k, top-p and min-p left to choose from, as `engines.token_sets` packs them.
 
     Empty where nothing was truncated, and for a greedy reply, or if the engine does not tell."""
+    most_likely: tuple[TokenLogprobs, ...] = ()
+    """Per token: the `sampling.top_logprobs` most likely ones in its place. Empty if none were asked for, or the engine
+    does not tell."""
 
     @property
     def limited(self) -> bool:

@@ -21,7 +21,7 @@ from penstock.gateway.reply import Delta, ReplyBuilder, deltas_of
 from penstock.gateway.session import Session, SessionHistory
 from penstock.gateway.sources import ReplySource
 from penstock.pool.base import Pool
-from penstock.records import NO_LIMIT, ReplyGrammar, Sampling, Step
+from penstock.records import NO_LIMIT, ReplyGrammar, Sampling, Step, TokenLogprobs
 from penstock.system.async_tools import finish_shielded
 from penstock.system.redaction import Redactor
 
@@ -36,7 +36,14 @@ class ResponseWriter(Protocol):
         """Called before the first tokens; may be called again for further choices."""
         ...
 
-    async def add(self, choice: int, deltas: list[Delta], ids: Sequence[int], logprobs: Sequence[float]) -> None:
+    async def add(
+        self,
+        choice: int,
+        deltas: list[Delta],
+        ids: Sequence[int],
+        logprobs: Sequence[float],
+        most_likely: Sequence[TokenLogprobs],
+    ) -> None:
         """Send new tokens of a choice and the text they make visible. Log-probabilities are of the plain distribution."""
         ...
 
@@ -206,7 +213,7 @@ class CallPipeline:
                     size = len(reply.ids)
                     deltas = reply.add(chunk)
                     await context.writer.start(context.prompt)
-                    await context.writer.add(choice, deltas, reply.ids[size:], reply.full_logprobs[size:])
+                    await context.writer.add(choice, deltas, reply.ids[size:], reply.full_logprobs[size:], reply.most_likely[size:])
         except asyncio.CancelledError:
             if error := watchdog.stall_error():
                 raise error from None
@@ -224,7 +231,7 @@ class CallPipeline:
         await context.writer.start(context.prompt)
         for choice, step in enumerate(steps):
             logprobs = step.full_logprobs or step.logprobs
-            await context.writer.add(choice, deltas_of(step.message), step.completion_ids, logprobs)
+            await context.writer.add(choice, deltas_of(step.message), step.completion_ids, logprobs, step.most_likely)
             await context.writer.finish_choice(choice, self._with_call_text(context, step))
 
     async def _record(self, context: CallContext, sampling: Sampling, reply: ReplyBuilder, started: float, choice: int) -> Step:
@@ -246,6 +253,8 @@ class CallPipeline:
                 self.count("usage_not_told")
         if not reply.behaviour_known:
             self.count("behaviour_logprob_unknown")
+        if sampling.top_logprobs and reply.ids and not reply.most_likely:
+            self.count("ignored:top_logprobs")
         if reply.finish == "length":
             self.count("finish:length")
         if reply.is_cut:

@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 from dataclasses import dataclass, replace
+from operator import is_
 
 from penstock.chat.media import without_bytes
 from penstock.chat.templates import chain_digest, message_digest
@@ -83,8 +84,10 @@ class Recorder:
         return step if message is step.message else replace(step, message=message)
 
     def _clean_node(self, node: Node) -> Node:
-        messages = tuple(self._redactor.message(without_bytes(message)) for message in node.messages)
-        same = all(clean is original for clean, original in zip(messages, node.messages, strict=True))
+        messages = tuple(map(without_bytes, node.messages))
+        if not self._redactor.is_clean(messages):
+            messages = tuple(map(self._redactor.message, messages))
+        same = all(map(is_, messages, node.messages))
         return node if same else replace(node, messages=messages)
 
     async def _refuse_if_ended(self, session: Session) -> None:
@@ -135,4 +138,5 @@ def _step(graph: TokenGraph, node: Node, reply: ReplyBuilder, metadata: StepMeta
         usage=reply.usage,
         policy=metadata.policy,
         kept=tuple(reply.kept),
+        most_likely=tuple(reply.most_likely),
     )
