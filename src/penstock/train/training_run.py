@@ -11,12 +11,9 @@ from typing import Protocol
 import torch
 
 from penstock.config import RunConfig
-from penstock.engines.adapter_files import AdapterConfig, model_digest
 from penstock.engines.base import Engine, has_adapters
 from penstock.engines.embedded.decoder import Decoder
 from penstock.engines.embedded.engine import EmbeddedEngine
-from penstock.engines.embedded.lora import Adapter
-from penstock.engines.embedded.weights import read_weights
 from penstock.engines.servers.vllm import VllmEngine
 from penstock.errors import ConfigError, TrainError
 from penstock.events import Events
@@ -32,7 +29,7 @@ from penstock.run.policies import trained_policies
 from penstock.train.advantages.base import needs_of
 from penstock.train.algorithm import Advantage, load_advantage
 from penstock.train.allowed import AllowedReplay
-from penstock.train.learner import Learner
+from penstock.train.learner import Learner, make_learner
 from penstock.train.learner_device import load_learner_decoder, memory_split, refuse_learner_settings, sleeping
 from penstock.train.policy import AdapterPublisher, FolderPublisher, InPlacePublisher, PolicyPublishers, Publisher
 from penstock.train.publication import ServerPublisher, publication_ways
@@ -197,20 +194,13 @@ def open_learners(decoder: Decoder, config: RunConfig, inputs: Inputs) -> dict[s
 
 def open_learner(decoder: Decoder, config: RunConfig, inputs: Inputs) -> Learner:
     """Make the learner of a run. If `decoder` is in bfloat16, its masters are read from the start policy's files."""
-    section, seed, weight = config.train, config.run.seed, decoder.embed.weight
+    section = config.train
     advantage = load_advantage(section)
     teacher = None
     if "teacher" in needs_of(advantage):
-        teacher = open_teacher(getattr(advantage, "settings", None), inputs.folder, like=weight)
+        teacher = open_teacher(getattr(advantage, "settings", None), inputs.folder, like=decoder.embed.weight)
     try:
-        if section.method == "lora":
-            settings = AdapterConfig(
-                section.rank, section.alpha, section.target_modules, inputs.folder.absolute(), model_digest(inputs.folder)
-            )
-            adapter = Adapter(decoder.shape, settings, device=weight.device, dtype=weight.dtype, seed=seed)
-            return Learner(decoder, section, adapter=adapter, seed=seed, teacher=teacher)
-        exact = read_weights(inputs.folder) if weight.dtype == torch.bfloat16 else None
-        return Learner(decoder, section, exact=exact, seed=seed, teacher=teacher)
+        return make_learner(decoder, section, inputs.folder, seed=config.run.seed, teacher=teacher)
     except torch.OutOfMemoryError as cause:
         raise TrainError(
             "the GPU's memory is too small for the trainer's copy of the weights; set engine.cache_tokens to less, "
