@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterable
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
 from penstock.errors import PenstockError
 from penstock.pool.sql import reads
@@ -15,6 +15,8 @@ from penstock.view.sources import OpenRuns
 from penstock.view.texts import REASONS, cut
 
 SPARK_POINTS = 60
+MAX_MODEL = 200
+"""Characters of a model's name in a list."""
 MAX_POINTS = 5000
 """Steps in one answer; of a longer run every second, third, … one."""
 AFTER_LAST = 2**62
@@ -23,15 +25,15 @@ AFTER_LAST = 2**62
 def run_line(files: ViewedRun, run_id: str) -> dict[str, Any]:
     """Returns the line of a run in the list."""
     metrics = files.metrics
-    mean: dict[str, float] = files.summary().get("reward") or {}
+    mean = _evaluated_reward(files.summary())
     rewards = [reward for reward in metrics.columns["reward"] if reward is not None]
-    reward = rewards[-1] if rewards else mean.get("value")
+    reward = rewards[-1] if rewards else mean
     return {
         "id": run_id,
         "name": str(files.setting("run", "name") or files.path.name),
         "kind": files.kind,
         "status": files.status(),
-        "model": str(files.setting("model", "name") or ""),
+        "model": cut(str(files.setting("model", "name") or ""), MAX_MODEL),
         "step": metrics.steps[-1] if metrics.steps else None,
         "steps": metrics.planned,
         "reward": reward,
@@ -40,6 +42,14 @@ def run_line(files: ViewedRun, run_id: str) -> dict[str, Any]:
         "alarms": files.alarms.counts.total() - files.alarms.counts["notice"],
         "changed": files.changed(),
     }
+
+
+def _evaluated_reward(summary: dict[str, Any]) -> float | None:
+    """Returns the mean reward of an evaluation; None in other runs."""
+    outcome = summary.get("outcome")
+    reward = cast("dict[str, Any]", outcome).get("reward") if isinstance(outcome, dict) else None
+    value = cast("dict[str, Any]", reward).get("value") if isinstance(reward, dict) else None
+    return value if isinstance(value, int | float) else None
 
 
 def runs_list(runs: OpenRuns) -> dict[str, Any]:

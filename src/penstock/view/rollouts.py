@@ -29,6 +29,7 @@ PROMPT_TOKENS = 300
 NEXT_TOKENS = 40
 """Tokens shown after the place where the attempts of a group part."""
 MAX_ARTIFACTS = 100
+MAX_VERDICT_BYTES = 16 << 20
 MAX_TOKENIZER_BYTES = 128 << 20
 
 
@@ -265,9 +266,16 @@ def _step(attempt: Attempt, index: int) -> Step:
 
 def _grader_note(folder: Path, rollout_id: str) -> str:
     place = folder / "artifacts" / rollout_id
-    linked = place.is_symlink() or (place / VERDICT_FILE).is_symlink()
-    verdict = read_verdict_file(place) if _is_name(rollout_id) and not linked else None
-    return cut(verdict.explanation) if verdict else ""
+    if not _is_name(rollout_id) or place.is_symlink() or (place / VERDICT_FILE).is_symlink():
+        return ""
+    try:
+        size = (place / VERDICT_FILE).stat().st_size
+    except OSError:
+        return ""
+    if size > MAX_VERDICT_BYTES:
+        return f"({VERDICT_FILE} has {size:,} bytes, too many to be shown)"
+    verdict = read_verdict_file(place)
+    return cut(verdict.explanation) if verdict else f"({VERDICT_FILE} cannot be read)"
 
 
 def _artifacts(folder: Path, rollout_id: str) -> list[str]:

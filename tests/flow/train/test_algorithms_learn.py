@@ -4,6 +4,7 @@ Each rollout has two turns of two tokens. A turn is right if its first token is 
 turn wants another half. The rollout earns 1 if both are right; each step is graded too.
 """
 
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -14,14 +15,15 @@ from training_cases import SHAPE, VOCAB
 
 from penstock.config import TrainSection
 from penstock.engines.embedded.decoder import Decoder, causal
-from penstock.records import Attempt, End, Grade, Group, Node, Sampling, Step, Task, make_rollout
+from penstock.records import Attempt, BranchPoint, End, Grade, Group, Node, Sampling, Step, Task, make_rollout
 from penstock.train.advantages import ADVANTAGES
+from penstock.train.advantages.base import needs_of
 from penstock.train.algorithm import Advantage, load_advantage
 from penstock.train.credit import credit_groups
 from penstock.train.learner import Learner
 from penstock.train.losses import LOSSES
 
-GROUPS, SIZE, STEPS, REPLY = 4, 8, 14, 2
+GROUPS, SIZE, STEPS, REPLY, BRANCHES = 4, 8, 14, 2, 4
 SETTINGS: dict[str, dict[str, Any]] = {"pass_at_k": {"k": 2}, "gae": {"value_lr": 3e-2}}
 
 
@@ -92,6 +94,21 @@ def attempt(group: str, place: int, task: int, turns: list[tuple[torch.Tensor, t
     return Attempt(rollout=rollout, end=End.COMPLETED, nodes=tuple(made), steps=tuple(steps), grades=(whole, *own))
 
 
+def branched(decoder: Decoder, group: Group) -> Group:
+    """The group with continuations from the second turn of each rollout."""
+    made = list[Attempt]()
+    for each in group.attempts:
+        path = (*each.nodes[0].token_ids, *each.steps[0].completion_ids, *each.nodes[1].token_ids)
+        second, _ = reply(decoder, torch.tensor([path] * BRANCHES))
+        point = BranchPoint(rollout_id=each.rollout.id, step=1)
+        for place, tokens in enumerate(second.tolist()):
+            right = each.steps[0].completion_ids[0] < VOCAB // 2 and tokens[0] >= VOCAB // 2
+            rollout = make_rollout(f"{each.rollout.id}.step1", group.id, place, channel="branch", branch=point)
+            grade = Grade(rollout_id=rollout.id, reward=float(right), source="test")
+            made.append(Attempt(rollout=rollout, end=End.COMPLETED, grades=(grade,)))
+    return replace(group, branches=tuple(made))
+
+
 def run_of(section: TrainSection, learner: Learner, advantage: Advantage) -> Any:
     """What `credit_groups` reads of a run."""
     return SimpleNamespace(config=SimpleNamespace(train=section), learners={"": learner}, advantage=advantage, replay=None)
@@ -112,6 +129,8 @@ def learnt(seed: int, *, teacher: Decoder | None = None, **changes: Any) -> Lear
     run = run_of(section, learner, load_advantage(section))
     for number in range(STEPS):
         groups = sample_groups(decoder, number)
+        if "branches" in needs_of(run.advantage):
+            groups = [branched(decoder, group) for group in groups]
         found += [sum(group.rewards) / SIZE for group in groups]
         credit = credit_groups(groups, run)[""]
         if not credit.sequences:
