@@ -2,14 +2,16 @@
 
 import json
 import runpy
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 AGENTS = Path(__file__).parents[2] / "bench" / "algorithm_agents"
-AGENT = runpy.run_path(str(AGENTS / "three_tools.py"))
+AGENT: dict[str, Any] = runpy.run_path(str(AGENTS / "three_tools.py"))
 carry_out, NOTHING = AGENT["carry_out"], AGENT["NOTHING"]
-CALLS = {
+CALLS: dict[str, Callable[[list[str]], dict[str, Any]]] = {
     "calculate": lambda words: {"a": int(words[2]), "operator": words[3], "b": int(words[4])},
     "price": lambda words: {"thing": next(word for word in reversed(words) if word != "cost")},
     "convert": lambda words: {"amount": int(words[4]), "unit": words[5], "to": words[2]},
