@@ -29,7 +29,11 @@ async def chat(client, rollout, **options):
         if options.get("stream"):
             return bodies
         said = got.json()["choices"][0]["message"]
-        messages = [*messages, said, *({"role": "tool", "tool_call_id": c["id"], "content": "5"} for c in said.get("tool_calls", ()))]
+        messages = [
+            *messages,
+            said,
+            *({"role": "tool", "tool_call_id": c["id"], "content": "5"} for c in said.get("tool_calls", ())),
+        ]
     return bodies
 
 
