@@ -1,7 +1,7 @@
 """A training run: all that a training step uses, opened in the order of the data and closed in reverse."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +18,8 @@ from penstock.engines.servers.vllm import VllmEngine
 from penstock.errors import ConfigError, TrainError
 from penstock.events import Events
 from penstock.pool.base import Pool
+from penstock.records import BranchPoint
+from penstock.rollout.branches import run_branches
 from penstock.rollout.runner import Runner
 from penstock.rollout.scheduler import Scheduler, run_once
 from penstock.run.folder import RunFolder
@@ -57,6 +59,10 @@ class RolloutSource(Protocol):
         """Sample with the weights of a model folder, as `version`, from the next token on."""
         ...
 
+    async def branch(self, points: Sequence[BranchPoint]) -> list[str]:
+        """Make `rollout.branches` continuations from each point; returns the ids of their rollouts. Those that ended stay."""
+        ...
+
     def resting(self) -> AbstractAsyncContextManager[None]:
         """While an update is computed: servers sleep where `engine.sleep` asks for it."""
         ...
@@ -90,6 +96,10 @@ class LocalRollouts:
             sampling=sampling(self.config, temperature=self.config.sampling.eval_temperature),
             limits=self.config.rollout,
         )
+
+    async def branch(self, points: Sequence[BranchPoint]) -> list[str]:
+        asked = sampling(self.config, temperature=self.config.sampling.temperature)
+        return await run_branches(points, self.runner, pool=self.pool, sampling=asked, limits=self.config.rollout)
 
     async def load(self, version: int, folder: Path) -> None:
         await self.engine.load(version, folder)
