@@ -29,7 +29,7 @@ PYTHON = {
     "smolagents": ("smolagents[openai]",),
     "crewai": ("crewai[anthropic]",),
     "adk": ("google-adk", "litellm", "mcp", "anthropic"),
-    "autogen": ("autogen-agentchat", "autogen-ext[openai,anthropic]", "anthropic<2"),  # it sends `temperature`, which 2 has not
+    "autogen": ("autogen-agentchat", "autogen-ext[openai,anthropic]", "anthropic<1"),  # it sends `temperature`, which 1 has not
     "agent-framework": ("agent-framework-core", "agent-framework-openai", "agent-framework-anthropic"),
     "inspect": ("inspect-ai", "openai", "anthropic"),
     "verifiers": ("verifiers",),
