@@ -12,7 +12,7 @@ help:
 	@echo "make test    run the tests"
 	@echo "make test-faults    the fault tests with their full counts (hundreds of kills, a thousand damaged files) and the soak tests (a quarter of an hour)"
 	@echo "make test-clients   install real clients and coding agents (pip, npm) and run them against the gateway"
-	@echo "make test-newcomer  install into a fresh environment with pip alone, and do what a newcomer does in the second hour"
+	@echo "make test-newcomer  install into a fresh environment with pip alone, and do what a newcomer does in the second hour; train every agent of the frameworks' pages as printed"
 	@echo "make test-vllm      install a vLLM for the CPU (3.4 GB) and run the vllm engine against it"
 	@echo "make test-gpu       run the tests that need a GPU"
 	@echo "make check   format, lint, types, layers, fast tests"
@@ -53,6 +53,7 @@ test-clients: $(STAMP)
 
 test-newcomer: $(STAMP)
 	PENSTOCK_NEWCOMER=1 $(BIN)/python -m pytest -n 0 tests/newcomer
+	PENSTOCK_NEWCOMER=1 $(BIN)/python -m pytest -n 0 tests/flow/integrations/test_framework_pages.py -k as_printed
 
 test-vllm: export PENSTOCK_VLLM ?= $(HOME)/.cache/penstock/vllm
 test-vllm: $(STAMP)

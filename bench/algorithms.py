@@ -2,9 +2,10 @@
 
     python -m bench.algorithms MODEL_FOLDER [--at-once 8] [--seeds 3] [--steps 10] [--limit-s 480] [--only NAME,…] [--json FILE]
 
-Losses take two updates a step, so that their ratios differ from 1. `control` has a learning rate of 0. Runs are made beside each
+Losses take two updates a step, so that their ratios differ from 1. `control` has a learning rate of 0. The teacher of `distill` is
+what grpo made of the same policy on the same task with another seed, trained first, in the same process. Runs are made beside each
 other, several in each process: seconds are those of a shared GPU, for comparison with each other alone. What is not done by the
-limit is told as missing.
+limit is told as missing; with `--json`, the same command goes on with what its file lacks.
 """
 
 import argparse
@@ -24,8 +25,8 @@ from penstock.train.losses import LOSSES
 
 AGENTS = Path(__file__).parent / "algorithm_agents"
 TASKS = ("multiply", "search")
-LEFT_OUT = {"distill"}
-"""Needs a teacher; see `docs/algorithms.md`."""
+TEACHER_SEED = 1000
+"""Of the teacher of seed 0, and so on."""
 
 
 class AlgorithmRun(NamedTuple):
@@ -46,9 +47,7 @@ class AlgorithmResult(NamedTuple):
 
 
 def runs(seeds: int, only: set[str]) -> list[AlgorithmRun]:
-    named: dict[str, tuple[str, ...]] = {
-        f"advantage {name}": (f"train.advantage={name}",) for name in ADVANTAGES.table if name not in LEFT_OUT
-    }
+    named: dict[str, tuple[str, ...]] = {f"advantage {name}": (f"train.advantage={name}",) for name in ADVANTAGES.table}
     named |= {f"loss {name}": (f"train.loss={name}", "train.updates_per_step=2") for name in LOSSES.table}
     named["advantage pass_at_k"] += ("train.advantage_settings.passes=0.5",)
     named["control"] = ("train.lr=0.0",)
@@ -58,19 +57,14 @@ def runs(seeds: int, only: set[str]) -> list[AlgorithmRun]:
 
 def run_one(one: AlgorithmRun, settings: list[str]) -> AlgorithmResult:
     """Trains in this process, which may have trained before."""
-    from penstock.config import load_config
-    from penstock.run.inputs import read_inputs
-    from penstock.train.run import train
-
     with tempfile.TemporaryDirectory() as folder:
-        given = [f'run.folder="{folder}"', f"run.seed={one.seed}", *settings, *one.settings]
-        config = load_config(AGENTS / f"{one.task}.toml", given)
-
-        async def training() -> Any:
-            return await train(config, read_inputs(config, _silent), listener=_silent, stop=asyncio.Event())
-
-        summary = asyncio.run(training())
-        lines = (Path(folder) / one.task / "metrics.jsonl").read_text().splitlines()
+        given = [*settings, f"run.seed={one.seed}", *one.settings]
+        if one.name == "advantage distill":
+            taught = Path(folder) / "teacher"
+            run_config(one.task, [*settings, f"run.seed={TEACHER_SEED + one.seed}"], taught)
+            given.append(f'train.advantage_settings.teacher="{max((taught / one.task / "checkpoints").iterdir())}"')
+        summary = run_config(one.task, given, Path(folder) / "run")
+        lines = (Path(folder) / "run" / one.task / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line) for line in lines]
     seconds = [step["rollout_s"] + step["train_s"] for step in steps]
     return AlgorithmResult(
@@ -82,6 +76,20 @@ def run_one(one: AlgorithmRun, settings: list[str]) -> AlgorithmResult:
     )
 
 
+def run_config(task: str, settings: list[str], folder: Path) -> Any:
+    """Returns the summary of a run in `folder`."""
+    from penstock.config import load_config
+    from penstock.run.inputs import read_inputs
+    from penstock.train.run import train
+
+    config = load_config(AGENTS / f"{task}.toml", [f'run.folder="{folder}"', *settings])
+
+    async def training() -> Any:
+        return await train(config, read_inputs(config, _silent), listener=_silent, stop=asyncio.Event())
+
+    return asyncio.run(training())
+
+
 def _silent(kind: str, fields: dict[str, Any]) -> None:
     """Nobody watches."""
 
@@ -90,9 +98,10 @@ def main() -> None:
     options = _options()
     settings = [f'model.name="{options.model}"', f"train.steps={options.steps}", *options.set]
     wanted = runs(options.seeds, set(filter(None, options.only.split(","))))
-    deadline, found = time.monotonic() + options.limit_s, dict[AlgorithmRun, AlgorithmResult]()
+    kept = Path(options.json) if options.json else None
+    deadline, found = time.monotonic() + options.limit_s, read_results(kept)
     pool = ProcessPoolExecutor(options.at_once, mp_context=multiprocessing.get_context("spawn"))
-    started = {pool.submit(run_one, one, settings): one for one in wanted}
+    started = {pool.submit(run_one, one, settings): one for one in wanted if one not in found}
     try:
         for done in as_completed(started, timeout=options.limit_s):
             one = started[done]
@@ -100,17 +109,28 @@ def main() -> None:
                 print(f"{one.task}, {one.name}, seed {one.seed}: failed: {str(error)[-300:]}", flush=True)
                 continue
             found[one] = result = done.result()
+            if kept is not None:
+                with kept.open("a") as file:
+                    file.write(json.dumps({**one._asdict(), **result._asdict()}) + "\n")
             curve = " ".join(f"{reward:.2f}" for reward in result.rewards)
             print(f"{one.task}, {one.name}, seed {one.seed}: {result.before:.2f} → {result.after:.2f}; {curve}", flush=True)
     except TimeoutError:
         print(f"stopped after {options.limit_s} s", flush=True)
     print(table(wanted, found), flush=True)
-    if options.json:
-        kept = [{**one._asdict(), **result._asdict()} for one, result in found.items()]
-        Path(options.json).write_text(json.dumps(kept))
     for process in list((pool._processes or {}).values()):  # a run that is over the limit does not end by itself
         process.terminate()
-    print(f"{len(found)} of {len(wanted)} runs, {options.limit_s - (deadline - time.monotonic()):.0f} s", flush=True)
+    made = sum(one in found for one in wanted)
+    print(f"{made} of {len(wanted)} runs, {options.limit_s - (deadline - time.monotonic()):.0f} s", flush=True)
+
+
+def read_results(file: Path | None) -> dict[AlgorithmRun, AlgorithmResult]:
+    """Returns what earlier runs of this command left, one JSON object in each line."""
+    lines = file.read_text().splitlines() if file and file.exists() else []
+    found = dict[AlgorithmRun, AlgorithmResult]()
+    for fields in map(json.loads, lines):
+        one = AlgorithmRun(fields["task"], fields["name"], tuple(fields["settings"]), fields["seed"])
+        found[one] = AlgorithmResult(*(fields[name] for name in AlgorithmResult._fields))
+    return found
 
 
 def table(wanted: list[AlgorithmRun], found: dict[AlgorithmRun, AlgorithmResult]) -> str:
@@ -142,7 +162,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--limit-s", type=float, default=480)
     parser.add_argument("--only", default="", help="names such as 'advantage rloo', separated by commas")
     parser.add_argument("--set", action="append", default=[], help="settings for all runs, such as engine.cache_tokens=65536")
-    parser.add_argument("--json", default="")
+    parser.add_argument("--json", default="", help="a file of results, a line for each run: those in it are not made again")
     return parser.parse_args()
 
 

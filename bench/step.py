@@ -158,7 +158,9 @@ def main() -> None:
     for name, what in (("step", f"{GROUPS * SIZE} rollouts of one turn"), ("client", "the agents' client alone")):
         wall, cpu, loop = (found[f"{name}_{kind}"] for kind in StepTime._fields)
         print(f"step: {what}: {wall:.0f} ms, {cpu:.0f} ms of processor time, {loop:.0f} ms of it in the event loop")
-    print(f"step: ours in the event loop: {found['step_loop_ms'] - found['client_loop_ms']:.0f} ms")
+    mine = {kind: found[f"step_{kind}"] - found[f"client_{kind}"] for kind in StepTime._fields}
+    ratio = found["step_wall_ms"] / found["client_wall_ms"]
+    print(f"step: ours: {mine['wall_ms']:.0f} ms, {mine['loop_ms']:.0f} ms of it in the event loop; {ratio:.2f} x the client alone")
 
 
 if __name__ == "__main__":

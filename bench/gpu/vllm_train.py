@@ -3,7 +3,8 @@
 Four servers start at once, and each has its own part of the story, all at the same time:
   transfer  whole weights by CUDA IPC, then by a folder in shared memory; by each, a second run is killed while its server is paused
   folder    whole weights by a folder on disk; the server is killed in the middle and started again
-  sleep     the server sleeps while an update is computed; a run is killed while it does
+  sleep     the server sleeps while an update is computed; a run is killed while it does. Then the same with the embedded engine.
+            `penstock verify` recomputes the tokens of both
   adapters  LoRA, each version under its own name; a run is killed in the middle, then the server in the middle of another
 Printed are rewards, the largest gap of log-probabilities, and seconds and bytes of a publication. Names after the folder choose
 parts. `--cpu` tries the script itself where there is no GPU: $VLLM_PYTHON then is the interpreter that has vLLM.
@@ -77,11 +78,13 @@ class Server:
 class Run:
     """One training run, in a process."""
 
-    def __init__(self, folder: Path, model: Path, name: str, server: Server, *settings: str) -> None:
+    def __init__(self, folder: Path, model: Path, name: str, url: str, *settings: str) -> None:
+        """Without a URL, with the embedded engine."""
         self.name, self.folder, self.log = name, folder / name, folder / f"{name}.log"
         config = [f'run.name="{name}"', f'run.folder="{folder}"', f'model.name="{model}"', f"train.steps={STEPS}"]
         config += ["rollout.agent_timeout_s=900"]  # longer than a server takes to start again
-        config += ['engine.name="vllm"', f'engine.url=["{server.url}"]', "train.checkpoint_every=100", *settings]
+        config += ['engine.name="vllm"', f'engine.url=["{url}"]'] if url else []
+        config += ["train.checkpoint_every=100", *settings]
         small = ["rollout.group_size=2", "rollout.groups_per_step=1", "rollout.concurrency=2"] if CPU else []
         command = [sys.executable, "-m", "penstock", "train", str(HERE / "two_turns.toml")]
         for setting in [*config, *small]:
@@ -107,6 +110,15 @@ class Run:
             time.sleep(0.1)
         tell(f"{self.name} made {len(self.steps())} steps instead of {count}: " + self.log.read_text(errors="replace")[-2500:])
         return False
+
+    def verify(self) -> None:
+        """Tell what `penstock verify` finds."""
+        begun = time.monotonic()
+        command = [sys.executable, "-m", "penstock", "verify", str(self.folder)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120 * PATIENCE, check=False)
+        tell(f"penstock verify {self.name}: exit {done.returncode} after {time.monotonic() - begun:.1f} s")
+        for line in (done.stdout + done.stderr).splitlines()[-40:]:
+            tell("    " + line)
 
     def finish(self, limit_s: float = 60) -> None:
         """Wait for its end, and tell what came of it."""
@@ -208,27 +220,48 @@ KEPT = ("train.checkpoint_every=1", "train.checkpoints_kept=30")
 
 def transfer(folder: Path, model: Path, server: Server) -> None:
     for way in ("memory",) if CPU else ("ipc", "memory"):
-        Run(folder, model, f"by-{way}", server, f'engine.weights="{way}"').finish()
-        run = Run(folder, model, f"killed-by-{way}", server, f'engine.weights="{way}"', *KEPT)
+        Run(folder, model, f"by-{way}", server.url, f'engine.weights="{way}"').finish()
+        run = Run(folder, model, f"killed-by-{way}", server.url, f'engine.weights="{way}"', *KEPT)
         kill_run(run, server, model, "is_paused")
     if not CPU:
-        kill_server(Run(folder, model, "by-ipc-restarted", server, 'engine.weights="ipc"'), server)
+        kill_server(Run(folder, model, "by-ipc-restarted", server.url, 'engine.weights="ipc"'), server)
 
 
 def sleep(folder: Path, model: Path, server: Server) -> None:
-    Run(folder, model, "asleep", server, "engine.sleep=true").finish()
-    kill_run(Run(folder, model, "killed-asleep", server, "engine.sleep=true", *KEPT), server, model, "is_sleeping")
-    Run(folder, model, "awake-again", server, "train.steps=3").finish()
+    run = Run(folder, model, "asleep", server.url, "engine.sleep=true", *KEPT)
+    watch_memory(run, server)
+    run.finish()
+    run.verify()
+    kill_run(Run(folder, model, "killed-asleep", server.url, "engine.sleep=true", *KEPT), server, model, "is_sleeping")
+    Run(folder, model, "awake-again", server.url, "train.steps=3").finish()
+    run = Run(folder, model, "embedded", "", *KEPT)
+    run.finish()
+    run.verify()
+
+
+def watch_memory(run: Run, server: Server) -> None:
+    """Tell how much of the GPU's memory is used while the server is awake and while it sleeps, until the run ends."""
+    used: dict[bytes, list[int]] = {b"true": [], b"false": []}
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    while run.process.poll() is None and not CPU:
+        before = ask(f"{server.url}/is_sleeping", limit_s=5) or b""
+        megabytes = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0])
+        if ask(f"{server.url}/is_sleeping", limit_s=5) == before:  # it did not change meanwhile
+            for answer, values in used.items():
+                values += [megabytes] if answer in before else []
+        time.sleep(0.05)
+    for name, values in (("awake", used[b"false"]), ("asleep", used[b"true"])):
+        tell(f"MiB of the GPU that are used while the server is {name}: {min(values, default=0)} to {max(values, default=0)}")
 
 
 def folders(folder: Path, model: Path, server: Server) -> None:
-    kill_server(Run(folder, model, "by-folder-restarted", server, 'engine.weights="folder"'), server)
+    kill_server(Run(folder, model, "by-folder-restarted", server.url, 'engine.weights="folder"'), server)
 
 
 def adapters(folder: Path, model: Path, server: Server) -> None:
     lora = ['train.method="lora"', "train.lr=5e-4"]
-    kill_run(Run(folder, model, "killed-lora", server, *lora), server, model)
-    kill_server(Run(folder, model, "lora-restarted", server, *lora), server)
+    kill_run(Run(folder, model, "killed-lora", server.url, *lora), server, model)
+    kill_server(Run(folder, model, "lora-restarted", server.url, *lora), server)
     models = json.loads(ask(f"{server.url}/v1/models") or b'{"data": []}')
     tell("the server holds " + ", ".join(each["id"] for each in models["data"]))
 

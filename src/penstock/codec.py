@@ -5,7 +5,7 @@ Plain fields go as JSON; long token columns as raw little-endian arrays, which a
 
 import struct
 from base64 import b64decode, b64encode
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache, lru_cache
 from hashlib import blake2b
@@ -37,11 +37,13 @@ def exact_copy(encoded: bytes) -> bytes:
     return bytes(memoryview(encoded))
 
 
-def from_json(kind: type[T], text: bytes | str) -> T:
-    """Decode a record of type `kind`; ValueError if `text` is not one."""
+def from_json(kind: type[T], text: bytes | str, **given: Any) -> T:
+    """Decode a record of type `kind`; ValueError if `text` is not one. Fields that are `given` are taken as they are."""
     value = orjson.loads(text)
     try:
-        return _build(kind, value)
+        if given:
+            return kind(**{**_built_fields(kind, value), **given})
+        return value if (build := _builder(kind)) is None else build(value)
     except (AttributeError, KeyError, TypeError) as cause:
         raise ValueError(f"not a {kind.__name__}: {type(cause).__name__}: {cause}") from cause
 
@@ -158,23 +160,44 @@ def field_names(kind: Any) -> tuple[str, ...]:
     return tuple(field.name for field in fields(kind))
 
 
+Build = Callable[[Any], Any]
+
+
 @cache
-def _hints(kind: type[Any]) -> dict[str, Any]:
-    return get_type_hints(kind)
-
-
-def _build(kind: Any, value: Any) -> Any:
+def _builder(kind: Any) -> Build | None:
+    """The function that makes a `kind` of a value from JSON; None where that is the value itself."""
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
-        return None if value is None else _build(next(a for a in args if a is not type(None)), value)
+        inner = _builder(next(a for a in args if a is not NoneType))
+        return inner and (lambda value: None if value is None else inner(value))
     if origin is tuple:
-        inner = args if args[-1] is not Ellipsis else args[:1] * len(value)
-        return tuple(_build(a, v) for a, v in zip(inner, value, strict=True))
+        return _tuple_builder(args)
     if is_dataclass(kind) and isinstance(kind, type):
-        hints = _hints(kind)
-        return kind(**{name: _build(hints[name], item) for name, item in value.items()})
+        return lambda value: kind(**_built_fields(kind, value))
     if kind is bytes:
-        return b64decode(value, validate=True)
-    if isinstance(kind, type) and origin is None and kind not in (dict, object) and not isinstance(value, kind):
-        return kind(value)  # an enum, or an int where a float is meant
+        return lambda value: b64decode(value, validate=True)
+    if isinstance(kind, type) and origin is None and kind not in (dict, object):
+        return lambda value: value if isinstance(value, kind) else kind(value)  # an enum, or an int where a float is meant
+    return None
+
+
+def _tuple_builder(args: tuple[Any, ...]) -> Build:
+    if args[-1] is not Ellipsis:
+        inner = [_builder(a) or _same for a in args]
+        return lambda value: tuple([build(v) for build, v in zip(inner, value, strict=True)])
+    each = _builder(args[0])
+    return lambda value: tuple(value if each is None else map(each, value))
+
+
+def _same(value: Any) -> Any:
     return value
+
+
+def _built_fields(kind: type[Any], value: dict[str, Any]) -> dict[str, Any]:
+    builders = _field_builders(kind)
+    return {name: item if (build := builders[name]) is None else build(item) for name, item in value.items()}
+
+
+@cache
+def _field_builders(kind: type[Any]) -> dict[str, Build | None]:
+    return {name: _builder(hint) for name, hint in get_type_hints(kind).items()}

@@ -117,6 +117,10 @@ class RolloutSection(Section):
     """Deadline of a workflow; past it the rollout ends as `timeout`."""
     grader_timeout_s: float = Field(default=30.0, gt=0)
     """Deadline of a grader; past it the rollout ends as `grader_error`."""
+    branches: int = Field(default=0, ge=0)
+    """Continuations from each call of a rollout, to measure what the call was worth. For `train.advantage = "vine"` alone."""
+    branch_calls: int = Field(default=8, ge=1)
+    """Calls of a rollout that are branched from, spread evenly; those between share credit. The first one needs no branches."""
 
 
 class SamplingSection(Section):
@@ -125,7 +129,7 @@ class SamplingSection(Section):
     temperature: float = Field(default=1.0, ge=0)
     """The trainer divides its logits by it too."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Below 1, tokens get importance weights below 1: the trainer does not replay what was cut off."""
+    """Below 1, training is exact over the kept tokens, which the embedded engine records; servers do not tell them."""
     top_k: int = Field(default=0, ge=0)
     """0 keeps every token."""
     min_p: float = Field(default=0.0, ge=0, lt=1)
@@ -213,6 +217,11 @@ class TrainSection(Section):
     """Forward shared prompt prefixes once; false is the flat path, slower, with the same gradients."""
     eval_every: int = Field(default=0, ge=0)
     """Steps between held-out evaluations while training goes on; 0 evaluates before and after alone."""
+    promote: bool = False
+    """Copy a checkpoint to `promoted/` once it is established, at 95 %, that its held-out reward is better than that of the one
+    before. Evaluations are then made between two steps."""
+    reward_range: tuple[float, float] = (0.0, 1.0)
+    """The lowest and the highest reward of a held-out rollout, for that test; a failed one has 0."""
     checkpoint_every: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Steps between checkpoints. Groups trained since the last one are trained again after a kill, from that checkpoint. `auto` is
     1 for checkpoints of up to 200 MB, and one more for each further 200 MB, up to 10."""
@@ -249,6 +258,8 @@ class TrainSection(Section):
             raise ValueError("the gradient of k1 in a loss is 0 in expectation; set kl_in = 'reward', or kl_estimator to k2 or k3")
         if self.schedule == "constant":
             ignored(("lr_floor",), "train.schedule is 'constant'; set that to linear or cosine, or leave it out")
+        if not self.reward_range[0] < self.reward_range[1]:
+            raise ValueError("reward_range: the first number must be below the second, such as [0, 1]")
         if self.overlong is not None and not 0 <= self.overlong[0] < self.overlong[1]:
             raise ValueError("overlong: the first number of tokens must be below the second, such as [400, 500]")
         return self
@@ -388,7 +399,7 @@ class GatewaySection(Section):
     drain_s: float = Field(default=5.0, ge=0)
     """How long a stopping gateway waits for answers under way."""
     otel: bool = False
-    """Tell OpenTelemetry of every call, over OTLP as its environment variables say; needs `penstock[otel]`."""
+    """Tell OpenTelemetry of every call, over OTLP as its environment variables say; needs the packages of the extra `otel`."""
 
 
 class ScaleSection(Section):

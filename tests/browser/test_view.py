@@ -2,50 +2,84 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from postgres_server import server_url
-from view_cases import HOSTILE, make_evaluation, make_run, metrics
-
-from penstock.run.folder import RunFolder
+from view_cases import BROKEN, HOSTILE, LONG, going_run, make_evaluation, make_run
 
 SCREENS = {
-    "runs": "#/runs?over=run",
-    "run": "#/run/run",
-    "step": "#/run/run/step/1",
-    "groups": "#/run/run/groups",
-    "ended": "#/run/run/ended/agent_error",
-    "search": "#/run/run/search?text=script",
-    "group": "#/run/run/group/train-0",
-    "rollout": "#/run/run/rollout/train-0.3.1",
-    "long rollout": "#/run/run/rollout/train-2.0.1",
-    "tokens": "#/run/run/tokens/train-0.1.1/1?by=gap",
-    "timeline": "#/run/run/timeline",
-    "pool": "#/run/run/pool",
+    "runs": "#/runs?over={run}",
+    "run": "#/run/{run}",
+    "step": "#/run/{run}/step/1",
+    "groups": "#/run/{run}/groups",
+    "ended": "#/run/{run}/ended/agent_error",
+    "search": "#/run/{run}/search?text=script",
+    "group": "#/run/{run}/group/train-0",
+    "long group": "#/run/{run}/group/train-2",
+    "rollout": "#/run/{run}/rollout/train-0.3.1",
+    "judged rollout": "#/run/{run}/rollout/train-0.1.1",
+    "long rollout": "#/run/{run}/rollout/train-2.0.1",
+    "tokens": "#/run/{run}/tokens/train-0.1.1/1?by=gap",
+    "half a character": "#/run/{run}/tokens/train-4.0.1/2",
+    "timeline": "#/run/{run}/timeline",
+    "pool": "#/run/{run}/pool",
     "evaluations": "#/evals?runs=before%2Cafter",
-    "nothing": "#/run/run/nothing",
 }
+NOT_ENDED = {"open group": "#/run/{run}/group/train-7", "open rollout": "#/run/{run}/rollout/train-7.1.1"}
+"""In a run that goes on, or that crashed."""
+KINDS = ["finished", "live", "crashed", "postgres"]
+SHOWN = ("run", "group", "rollout", "judged rollout")
+"""Screens on which hostile text is seen; on the others it may be folded or cut."""
+MODEL = HOSTILE + LONG
 AXE = os.environ.get("PENSTOCK_AXE", "")
 """The file axe.min.js of the npm package axe-core."""
 
 
+def screens_of(kind: str) -> dict[str, str]:
+    """The addresses of all screens over a run."""
+    own = SCREENS | (NOT_ENDED if kind in ("live", "crashed") else {})
+    return {name: place.format(run=kind) for name, place in own.items()}
+
+
+class Runs(NamedTuple):
+    root: Path
+    live: subprocess.Popen
+
+
 @pytest.fixture(scope="module")
-def root(tmp_path_factory):
+def runs(tmp_path_factory):
+    """Runs of every kind, all with hostile texts; `postgres` is made by the test that needs it."""
     root = tmp_path_factory.mktemp("runs")
 
     def make():
-        make_run(root)
-        make_run(root, "live", finished=False, model="tiny")
-        make_evaluation(root, "before", {0: [1.0, 1.0], 1: [1.0, 0.0]})
-        make_evaluation(root, "after", {0: [0.0, 0.0], 1: [1.0, 1.0]})
+        make_run(root, "finished", model=MODEL)
+        make_evaluation(root, "before", {0: [1.0, 1.0], 1: [1.0, 0.0]}, model=MODEL)
+        make_evaluation(root, "after", {0: [0.0, 0.0], 1: [1.0, 1.0]}, model=MODEL)
 
     with ThreadPoolExecutor() as elsewhere:  # the browser's driver keeps an event loop in this thread
         elsewhere.submit(make).result()
-    return root
+    (root / "unreadable").mkdir()
+    (root / "unreadable" / "events.jsonl").touch()
+    (root / "unreadable" / "config.json").write_text(json.dumps({"config": {"model": {"name": BROKEN + HOSTILE}}}))
+    with going_run(root, "crashed", model=MODEL) as process:
+        process.send_signal(signal.SIGKILL)
+        process.wait(20)
+    for name in ("metrics.jsonl", "events.jsonl"):
+        with (root / "crashed" / name).open("ab") as file:
+            file.write(b'{"step": 4, "kind": "rollout.st')  # it was killed in the middle of a line
+    with going_run(root, "live", model=MODEL) as process:
+        yield Runs(root, process)
+
+
+@pytest.fixture(scope="module")
+def root(runs) -> Path:
+    return runs.root
 
 
 @pytest.fixture(scope="module")
@@ -93,37 +127,54 @@ def browsing(browser, address):
     opened.close()
 
 
-@pytest.mark.parametrize("name", SCREENS)
-def test_no_script_runs_and_nothing_overflows(browsing, name):
-    page = browsing.open(SCREENS[name])
+def faults(page, name: str) -> list[str]:
+    """What is wrong with a screen, wide and on a phone, with everything unfolded."""
     page.evaluate("() => document.querySelectorAll('main details').forEach((each) => { each.open = true; })")
     if "rollout" in name:
         page.get_by_text('"messages": [').first.wait_for()  # the exact request of a call
+    found = list[str]()
     for width in (1280, 390):
         page.set_viewport_size({"width": width, "height": 800})
-        assert page.evaluate("() => document.documentElement.scrollWidth - innerWidth") <= 0
-    assert page.evaluate("() => window.pwned === undefined && !document.querySelector('main script, main img')")
-    shown = page.locator("main").inner_text()
-    assert ("cannot be shown" in shown) == (name == "nothing")
-    if name in ("run", "group", "rollout", "tokens"):
-        assert page.get_by_text(HOSTILE.split(">")[0]).first.is_visible() or name == "tokens"
+        beyond = page.evaluate("() => document.documentElement.scrollWidth - innerWidth")
+        found += [f"{beyond} pixels wider than {width}"] if beyond > 0 else []
+    page.set_viewport_size({"width": 1280, "height": 900})
+    if not page.evaluate("() => window.pwned === undefined && !document.querySelector('main script, main img, main iframe')"):
+        found.append("a text became an element")
+    text = page.locator("main").inner_text()
+    found += ["an error"] if page.locator(".error").count() else []
+    found += ["nothing"] if len(text) < 20 else []
+    found += ["no hostile text"] if name in SHOWN and HOSTILE.split(">")[0] not in text else []
+    return found
 
 
-@pytest.mark.parametrize("name", ["live", "in-postgres"])
-def test_unfinished_and_postgres_runs_show_every_screen(browsing, root, name):
-    if name == "in-postgres":
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_script_runs_and_nothing_overflows(browsing, root, kind):
+    if kind == "postgres":
         url = server_url()
         with ThreadPoolExecutor() as elsewhere:
-            elsewhere.submit(make_run, root, "in-postgres", pool="postgres", url=url).result()
-    for place in SCREENS.values():
-        if "/run/run" in place and not place.endswith("nothing"):
-            page = browsing.open(place.replace("/run/run", f"/run/{name}"))
-            assert page.locator(".error").count() == 0
-    assert page.evaluate("() => window.pwned === undefined")
+            elsewhere.submit(make_run, root, "postgres", pool="postgres", url=url, model=MODEL).result()
+    found = {name: faults(browsing.open(place), name) for name, place in screens_of(kind).items()}
+    assert {name: each for name, each in found.items() if each} == {}
+    status = {"live": "running", "crashed": "interrupted"}.get(kind, "finished")
+    assert browsing.open(f"#/run/{kind}").locator(f".badge.{status}").is_visible()
+
+
+def test_a_screen_that_is_not_there_and_a_run_that_cannot_be_read_are_told(browsing):
+    page = browsing.open("#/run/finished/nothing")
+    assert "cannot be shown" in page.locator("main").inner_text()
+    page = browsing.open("#/runs")
+    page.get_by_text("1 cannot be read").click()
+    assert page.get_by_text("unreadable: ").is_visible()
+
+
+def test_a_judges_note_is_read_though_half_a_character_is_in_it(browsing):
+    page = browsing.open("#/run/finished/rollout/train-2.0.1")
+    note = page.locator("#why pre").first.inner_text()
+    assert HOSTILE.split()[0] in note and "more characters)" in note
 
 
 def test_why_a_rollout_got_0_and_which_tokens_were_trained_take_three_clicks(browsing):
-    page = browsing.open("#/run/run")
+    page = browsing.open("#/run/finished")
     page.get_by_role("link", name="step 1, reward 0.5").click()
     page.get_by_role("link", name="0", exact=True).first.click()
     assert f"grader {HOSTILE.split()[0]}" in page.locator("#why").inner_text() and "gave 0" in page.locator("#why").inner_text()
@@ -132,7 +183,7 @@ def test_why_a_rollout_got_0_and_which_tokens_were_trained_take_three_clicks(bro
 
 
 def test_words_of_a_conversation_are_found_from_anywhere_and_marked(browsing):
-    page = browsing.open("#/run/run/pool")
+    page = browsing.open("#/run/finished/pool")
     page.keyboard.press("/")
     page.keyboard.type("ANSWER 3")
     page.keyboard.press("Enter")
@@ -143,7 +194,7 @@ def test_words_of_a_conversation_are_found_from_anywhere_and_marked(browsing):
 
 
 def test_a_token_shows_what_engine_and_trainer_said(browsing):
-    page = browsing.open("#/run/run/tokens/train-0.1.1/1")
+    page = browsing.open("#/run/finished/tokens/train-0.1.1/1")
     page.locator("#t0").click()
     told = page.locator("#token").inner_text()
     assert "-0.375" in told and "1.1331" in told and "yes, in step 1" in told  # -0.5 + 0.125, and its exponential
@@ -151,11 +202,12 @@ def test_a_token_shows_what_engine_and_trainer_said(browsing):
     assert page.evaluate("() => document.activeElement.id") == "t1"
 
 
-def test_a_new_step_appears_without_a_reload(browsing, root):
+def test_a_new_step_appears_without_a_reload(browsing, runs):
     page = browsing.open("#/run/live")
     page.evaluate("() => { window.same = true; }")
     assert page.get_by_role("link", name="step 4, reward 0.5").count() == 0
-    RunFolder(root / "live", resumed=True).add_metrics(metrics(4, []))
+    runs.live.stdin.write(b"go on\n")
+    runs.live.stdin.flush()
     page.get_by_role("link", name="step 4, reward 0.5").wait_for()
     assert page.evaluate("() => window.same") is True
 
@@ -165,7 +217,7 @@ def test_everything_is_reached_by_keyboard(browsing):
     page.keyboard.press("/")
     page.keyboard.press("j")
     for _ in range(20):
-        if page.evaluate("() => document.activeElement.getAttribute('href')") == "#/run/run":
+        if page.evaluate("() => document.activeElement.getAttribute('href')") == "#/run/finished":
             break
         page.keyboard.press("j")
     page.keyboard.press("Enter")
@@ -183,18 +235,46 @@ def test_everything_is_reached_by_keyboard(browsing):
     assert page.evaluate("() => getComputedStyle(document.body).backgroundColor") != before
 
 
+REACHABLE = "a[href], button, input, select, summary, [tabindex='0'], [role=button]:not([tabindex='-1'])"
+
+
+def test_every_control_of_every_screen_is_reached_by_the_tab_key(browsing):
+    missed = dict[str, list[str]]()
+    for name, place in screens_of("finished").items():
+        page = browsing.open(place)
+        count = page.evaluate(
+            """(wanted) => {
+                window.left = new Set([...document.querySelectorAll(wanted)].filter((each) => each.checkVisibility()));
+                document.addEventListener("focusin", (event) => window.left.delete(event.target));
+                return window.left.size;
+            }""",
+            REACHABLE,
+        )
+        assert count > 5
+        for _ in range(count + 5):
+            page.keyboard.press("Tab")
+        left = page.evaluate(
+            "() => [...window.left].filter((each) => each.isConnected).map((each) => each.outerHTML.slice(0, 120))"
+        )
+        missed |= {name: left} if left else {}
+    assert missed == {}
+
+
 @pytest.mark.skipif(not Path(AXE).is_file(), reason="PENSTOCK_AXE names no axe.min.js (npm package axe-core)")
+@pytest.mark.parametrize("width", [1280, 390])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_finds_no_serious_fault_on_any_screen(browser, address, scheme):
-    opened, found = Browsing(browser, address, bypass_csp=True, color_scheme=scheme), dict[str, list[str]]()
-    for name, place in SCREENS.items():
+def test_axe_finds_no_serious_fault_on_any_screen(browser, address, scheme, width):
+    more = {"bypass_csp": True, "color_scheme": scheme, "viewport": {"width": width, "height": 900}}
+    opened, found = Browsing(browser, address, **more), dict[str, list[str]]()
+    for name, place in (screens_of("finished") | {"nothing": "#/run/finished/nothing", "live": "#/run/live"}).items():
         page = opened.open(place)
+        page.evaluate("() => document.querySelectorAll('main details').forEach((each) => { each.open = true; })")
         page.wait_for_timeout(200)  # charts are drawn in the next frame
         page.add_script_tag(path=AXE)
-        faults = page.evaluate("() => axe.run().then((found) => found.violations)")
-        serious = [
-            f"{each['id']}: {each['nodes'][0]['html'][:200]}" for each in faults if each["impact"] in ("serious", "critical")
-        ]
+        serious = page.evaluate(
+            """() => axe.run().then((found) => found.violations.filter((each) => ["serious", "critical"].includes(each.impact))
+                .map((each) => `${each.id}: ${each.nodes[0].html.slice(0, 200)}`))"""
+        )
         found |= {name: serious} if serious else {}
     opened.close()
     assert found == {}
@@ -202,17 +282,21 @@ def test_axe_finds_no_serious_fault_on_any_screen(browser, address, scheme):
 
 def test_an_exported_run_is_one_file_that_asks_for_nothing(browser, root, tmp_path):
     done = subprocess.run(
-        [sys.executable, "-m", "penstock", "view", str(root / "run"), "--export", str(tmp_path / "page.html"), "--json"]
+        [sys.executable, "-m", "penstock", "view", str(root / "finished"), "--export", str(tmp_path / "page.html"), "--json"]
     )
     assert done.returncode == 0 and (tmp_path / "page.html").stat().st_size < 8_000_000
     opened = Browsing(browser, (tmp_path / "page.html").resolve().as_uri())
-    for place, heading in (("", "run"), ("#/run/run/step/1", "Step 1"), ("#/run/run/tokens/train-0.1.1/1", "Tokens of call 1")):
+    for place, heading in (
+        ("", "finished"),
+        ("#/run/finished/step/1", "Step 1"),
+        ("#/run/finished/tokens/train-0.1.1/1", "Tokens of call 1"),
+    ):
         page = opened.open(place)
         assert heading in page.locator("h1").first.inner_text()
         assert page.evaluate("() => window.pwned === undefined && !document.querySelector('main script, main img')")
-    page = opened.open("#/run/run/rollout/train-0.3.1")
+    page = opened.open("#/run/finished/rollout/train-0.3.1")
     assert "agent_error: boom" in page.locator("#why").inner_text()
-    page = opened.open("#/run/run/rollout/nobody")
+    page = opened.open("#/run/finished/rollout/nobody")
     assert "holds a part of the run" in page.locator("main").inner_text()
     opened.close()
 

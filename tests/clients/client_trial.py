@@ -37,6 +37,8 @@ class Seen:
     """What the client asked of anyone but the gateway."""
     ignored: set[str]
     """What it asked for and did not get, by name."""
+    counts: Mapping[str, int]
+    """The gateway's."""
 
 
 @dataclass(frozen=True)
@@ -77,18 +79,21 @@ class Trial:
             session = await bench.rollout(sampling=Sampling(max_tokens=4096))
             output = await self._ended(Place(session.base_url.removesuffix("/v1"), session.token), proxy.variables)
             ignored = {name.removeprefix("ignored:") for name in bench.gateway.counts if name.startswith("ignored:")}
-            return Seen(output, await bench.attempt(session), proxy.asked, ignored)
+            return Seen(output, await bench.attempt(session), proxy.asked, ignored, dict(bench.gateway.counts))
 
     async def _ended(self, place: "Place", proxies: Mapping[str, str]) -> str:
         home = self.folder.parent / "home"
         for name, text in {".keep": "", **self.home}.items():
             _write(home / name, place.fill(text))
+        temporary = self.folder.parent / "tmp"  # of its own: Codex refuses a home that lies in the folder for temporary files
+        temporary.mkdir(exist_ok=True)
         found = f"{bin_of(self.environment)}{os.pathsep}{os.environ['PATH']}"
+        own = {"PATH": found, "HOME": str(home), "TMPDIR": str(temporary)}
         told = {name: place.fill(value) for name, value in standard().items()}
         told["TOKENIZER"] = str(tokenizer_folder(self.template))
         pipes = {"stdin": asyncio.subprocess.DEVNULL, "stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.PIPE}
         process = await asyncio.create_subprocess_exec(
-            *map(place.fill, self.command), cwd=self.folder, env={"PATH": found, "HOME": str(home)} | told | dict(proxies), **pipes
+            *map(place.fill, self.command), cwd=self.folder, env=own | told | dict(proxies), **pipes
         )
         try:
             async with asyncio.timeout(DEADLINE_S):

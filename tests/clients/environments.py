@@ -43,13 +43,14 @@ NEEDS_3_12 = {"openhands", "harbor"}
 """Environments whose packages do not install with Python 3.11."""
 
 NPM = (
+    "node",  # newer than most distributions': several of these ask for 22
     "openai",
     "@anthropic-ai/sdk",
     "@anthropic-ai/claude-code",
     "@openai/codex",
     "@qwen-code/qwen-code",
     "opencode-ai",
-    "@mariozechner/pi-coding-agent",
+    "@earendil-works/pi-coding-agent",
     "@continuedev/cli",
     "ai",
     "@ai-sdk/openai",
@@ -58,7 +59,9 @@ NPM = (
     "zod",
 )
 
-PINS: dict[str, str] = {}
+PINS: dict[str, str] = {
+    "@earendil-works/pi-coding-agent": "==0.87.1",  # 1.x ask for releases of pi-codemode that the registry does not have
+}
 """Package, to the only version that works, with the reason beside it: for a newest release that is broken by itself."""
 
 PROJECT = "project"

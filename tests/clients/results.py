@@ -4,6 +4,7 @@ Run as a program it writes the table.
 """
 
 import json
+import re
 
 from client_record import breaks, paths
 from environments import CACHE, ROOT, versions
@@ -12,6 +13,20 @@ from penstock.records import Attempt
 from penstock.train.sequences import exactness
 
 FILE = CACHE / "results.jsonl"
+AI_SDK = ("ai", "@ai-sdk/openai", "@ai-sdk/openai-compatible", "@ai-sdk/anthropic")
+NPM_PACKAGES = {
+    "openai_node": ("openai",),
+    "anthropic_node": ("@anthropic-ai/sdk",),
+    "ai_sdk": AI_SDK,
+    "npm": AI_SDK,
+    "Codex": ("@openai/codex",),
+    "Claude": ("@anthropic-ai/claude-code",),
+    "Qwen": ("@qwen-code/qwen-code",),
+    "opencode": ("opencode-ai",),
+    "pi": ("@earendil-works/pi-coding-agent",),
+    "Continue": ("@continuedev/cli",),
+}
+"""The first word of a trial's name, to the packages that it tries."""
 BEGIN, END = "<!-- clients -->\n", "<!-- /clients -->\n"
 
 
@@ -49,8 +64,7 @@ def table() -> str:
 
 def _npm_package(name: str) -> str:
     found = versions("npm")
-    known = [package for package in found if name.partition(" ")[0] in package]
-    return ", ".join(f"{package} {found[package]}" for package in known)
+    return ", ".join(f"{package} {found[package]}" for package in NPM_PACKAGES[re.split("[ ,]", name)[0]])
 
 
 if __name__ == "__main__":

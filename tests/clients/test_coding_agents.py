@@ -1,21 +1,33 @@
 """Coding agents as their registries ship them, set up as the page says: they use their real tools, and all of it is recorded."""
 
+import json
+import os
 import re
-from collections.abc import Callable
+import struct
+import subprocess
+import zlib
+from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import NamedTuple
 
 import pytest
 from client_record import assert_trainable, breaks, only_path, paths, view
 from client_trial import THINKS, Seen, Trial
 from connect_page import blocks
+from environments import bin_of, missing
 from scripts import Script, busy_first, call, in_turns, last_turn, thinking
 
 from penstock.testing import CHATML
+from penstock.train.sequences import exactness
 
 pytestmark = pytest.mark.slow
 
 WRITE, READ = "echo hello > made.txt && cat made.txt", "cat made.txt"
+PLACEHOLDER = "[image omitted: this model reads text only]"
+PERSON = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"], "additionalProperties": False}
 PATCH = "*** Begin Patch\n*** Add File: made.txt\n+hello\n*** End Patch\n"
 
 
@@ -23,45 +35,91 @@ class Agent(NamedTuple):
     heading: str
     """Of its part of the page."""
     environment: str
-    settings: str
-    """Its settings file in the home folder, whose text is the part's first block that is no command; empty where it has none."""
-    language: str
     shell: Callable[[str], str]
     """A call of its own tool that runs a command."""
-    ending: str
+    settings: Mapping[str, str] = {}
+    """Its files in the home folder, by the language of the block under its heading that is their text."""
+    ending: str = "Done."
     """How it is told that the work is done."""
 
 
 AGENTS = {
-    "codex": Agent("Codex CLI", "npm", ".codex/config.toml", "toml", lambda text: call("exec_command", cmd=text), "Done."),
-    "claude": Agent("Claude Code", "npm", "", "", lambda text: call("Bash", command=text, description="run it"), "Done."),
+    "codex": Agent("Codex CLI", "npm", lambda text: call("exec_command", cmd=text), {"toml": ".codex/config.toml"}),
+    "claude": Agent("Claude Code", "npm", lambda text: call("Bash", command=text, description="run it")),
     "qwen": Agent(
         "Qwen Code",
         "npm",
-        ".qwen/settings.json",
-        "json",
         lambda text: call("run_shell_command", command=text, is_background=False),
-        "Done.",
+        {"json": ".qwen/settings.json"},
     ),
     "mini": Agent(
         "mini-swe-agent",
         "mini-swe-agent",
-        "",
-        "",
         lambda text: call("bash", command=text),
-        call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),
+        ending=call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),
+    ),
+    "opencode": Agent(
+        "opencode",
+        "npm",
+        lambda text: call("bash", command=text, description="run it"),
+        {"json": ".config/opencode/opencode.json"},
+    ),
+    "pi": Agent("pi", "npm", lambda text: call("bash", command=text), {"json": ".pi/agent/models.json"}),
+    "continue": Agent("Continue", "npm", lambda text: call("Bash", command=text), {"yaml": ".continue/config.yaml"}),
+    "openhands": Agent(
+        "OpenHands SDK", "openhands", lambda text: call("terminal", command=text), ending=call("finish", message="Done.")
     ),
 }
+AIDER = Agent("aider", "aider", str, {"json": ".aider.model.metadata.json", "yaml": ".aider.model.settings.yml"})
+"""Has no tools: it reads files out of the reply's text."""
 
 
-def work(agent: Agent, script: Script, tmp_path: Path, *, more: str = "", template: str = CHATML) -> Seen:
-    """Run the page's command, with `more` after it."""
+OTHER_APIS = {
+    ("opencode", "Responses"): {"@ai-sdk/openai-compatible": "@ai-sdk/openai"},
+    ("opencode", "Messages"): {"@ai-sdk/openai-compatible": "@ai-sdk/anthropic"},
+    ("pi", "Responses"): {"openai-completions": "openai-responses"},
+    ("pi", "Messages"): {"openai-completions": "anthropic-messages", "{root}/v1": "{root}"},
+    ("continue", "Messages"): {"provider: openai": "provider: anthropic", "{root}/v1": "{root}/v1/"},
+    ("qwen", "Messages"): {"--auth-type openai": "--auth-type anthropic", "OPENAI_MODEL": "ANTHROPIC_MODEL"},
+    ("mini", "Messages"): {"openai/any": "anthropic/any"},
+    ("openhands", "Messages"): {"openai/any": "anthropic/any", "OPENAI_BASE_URL": "ANTHROPIC_BASE_URL"},
+}
+"""What is changed in a part of the page for another API than its own."""
+
+
+def work(
+    agent: Agent,
+    script: Script,
+    tmp_path: Path,
+    *,
+    what: str = "",
+    more: str = "",
+    changes: Mapping[str, str] = MappingProxyType({}),
+    template: str = CHATML,
+) -> Seen:
+    """Run the page's command with `changes`, and `more` after it; `what` names it in the table of clients."""
     [command] = blocks(agent.heading, "bash")
-    home = {agent.settings: blocks(agent.heading, agent.language)[0]} if agent.settings else {}
+    if "--sandbox" in command and not sandboxes():
+        command = command.replace("workspace-write", "danger-full-access")
+    home = {file: blocks(agent.heading, language)[0] for language, file in agent.settings.items()}
+    for old, new in changes.items():
+        command, home = command.replace(old, new), {file: text.replace(old, new) for file, text in home.items()}
     shell = ["bash", "-euc", command.rstrip() + more]
-    seen = Trial(agent.environment, shell, script, tmp_path / "work", home=home, template=template, name=agent.heading).run()
+    name = f"{agent.heading}, {what}" if what else agent.heading
+    folder = tmp_path / "work"
+    seen = Trial(agent.environment, shell, script, folder, home=home, template=template, name=name, mode="as it comes").run()
     assert seen.left == []
     return seen
+
+
+@cache
+def sandboxes() -> bool:
+    """Whether this machine lets Codex make its sandbox."""
+    if missing("npm"):
+        return True
+    with TemporaryDirectory() as home, TemporaryDirectory() as temporary:
+        own = {"PATH": f"{bin_of('npm')}{os.pathsep}{os.environ['PATH']}", "HOME": home, "TMPDIR": temporary}
+        return subprocess.run(["codex", "sandbox", "--", "true"], env=own, capture_output=True, check=False).returncode == 0
 
 
 def written(agent: Agent) -> Script:
@@ -71,16 +129,21 @@ def written(agent: Agent) -> Script:
 
 @pytest.mark.parametrize("name", AGENTS)
 def test_a_coding_agent_does_its_work_and_all_of_it_is_one_exact_path(name: str, tmp_path: Path) -> None:
-    seen = work(AGENTS[name], written(AGENTS[name]), tmp_path)
+    assert_written(work(AGENTS[name], written(AGENTS[name]), tmp_path), tmp_path)
+
+
+@pytest.mark.parametrize(("name", "api"), OTHER_APIS, ids=lambda value: value.lower())
+def test_it_does_the_same_over_its_other_apis(name: str, api: str, tmp_path: Path) -> None:
+    seen = work(AGENTS[name], written(AGENTS[name]), tmp_path, what=api, changes=OTHER_APIS[name, api])
+    assert_written(seen, tmp_path)
+
+
+def assert_written(seen: Seen, tmp_path: Path) -> None:
+    """What `written` says was done, and recorded as one path."""
     assert (tmp_path / "work" / "made.txt").read_text() == "hello\n"
     said = view(seen.attempt, only_path(seen.attempt))
-    assert len(seen.attempt.steps) == 3 and [role for role, _, _ in said[-5:]] == [
-        "assistant",
-        "tool",
-        "assistant",
-        "tool",
-        "assistant",
-    ]
+    roles = [role for role, _, _ in said[-5:]]
+    assert len(seen.attempt.steps) == 3 and roles == ["assistant", "tool", "assistant", "tool", "assistant"]
     assert "Write hello to made.txt" in "".join(text for role, text, _ in said if role == "user")
     assert all("hello" in text for role, text, _ in said if role == "tool")
     assert_trainable(seen.attempt)
@@ -88,7 +151,7 @@ def test_a_coding_agent_does_its_work_and_all_of_it_is_one_exact_path(name: str,
 
 @pytest.mark.parametrize("name", ["codex", "claude"])
 def test_a_coding_agent_sends_reasoning_back_within_its_turn(name: str, tmp_path: Path) -> None:
-    seen = work(AGENTS[name], thinking(written(AGENTS[name])), tmp_path, template=THINKS)
+    seen = work(AGENTS[name], thinking(written(AGENTS[name])), tmp_path, what="reasoning", template=THINKS)
     assert (tmp_path / "work" / "made.txt").read_text() == "hello\n"
     only_path(seen.attempt)
     assert [step.message["reasoning_content"] for step in seen.attempt.steps] == ["This is easy."] * 3
@@ -97,14 +160,16 @@ def test_a_coding_agent_sends_reasoning_back_within_its_turn(name: str, tmp_path
 
 @pytest.mark.parametrize("name", ["codex", "claude"])
 def test_a_coding_agent_comes_again_when_the_engine_is_full(name: str, tmp_path: Path) -> None:
-    seen = work(AGENTS[name], busy_first(written(AGENTS[name])), tmp_path)
+    seen = work(AGENTS[name], busy_first(written(AGENTS[name])), tmp_path, what="engine full")
     assert (tmp_path / "work" / "made.txt").read_text() == "hello\n"
     assert len(only_path(seen.attempt)) == 3
     assert_trainable(seen.attempt)
 
 
 def test_codex_patches_files_by_its_freeform_tool(tmp_path: Path) -> None:
-    seen = work(AGENTS["codex"], in_turns(call("apply_patch", input=PATCH), "Done."), tmp_path, more=" -m gpt-5.5")
+    seen = work(
+        AGENTS["codex"], in_turns(call("apply_patch", input=PATCH), "Done."), tmp_path, what="freeform tool", more=" -m gpt-5.5"
+    )
     assert (tmp_path / "work" / "made.txt").read_text() == "hello\n"
     assert len(only_path(seen.attempt)) == 2 and {"tool:tool_search", "tools.format"} <= seen.ignored
     assert_trainable(seen.attempt)
@@ -113,13 +178,13 @@ def test_codex_patches_files_by_its_freeform_tool(tmp_path: Path) -> None:
 def test_claude_code_goes_on_in_another_process_on_the_same_path(tmp_path: Path) -> None:
     script = in_turns(AGENTS["claude"].shell(WRITE), "Done.")
     again = '\nclaude --continue -p "Now tell me" --model any'
-    seen = work(AGENTS["claude"], script, tmp_path, more=again)
+    seen = work(AGENTS["claude"], script, tmp_path, what="continued", more=again)
     assert len(only_path(seen.attempt)) == 3
     assert_trainable(seen.attempt)
 
 
 def test_a_sub_agent_of_claude_code_is_a_path_of_its_own(tmp_path: Path) -> None:
-    seen = work(AGENTS["claude"], delegating, tmp_path)
+    seen = work(AGENTS["claude"], delegating, tmp_path, what="sub-agent")
     sub, main = paths(seen.attempt)  # in the order in which they ended
     assert [len(sub), len(main)] == [2, 2] and breaks(seen.attempt) == []
     assert view(seen.attempt, sub)[-1][1] == "It says hello." and "It says hello." in str(view(seen.attempt, main)[-2][1])
@@ -127,10 +192,82 @@ def test_a_sub_agent_of_claude_code_is_a_path_of_its_own(tmp_path: Path) -> None
 
 
 def test_sub_agents_of_codex_run_beside_it_on_paths_of_their_own(tmp_path: Path) -> None:
-    seen = work(AGENTS["codex"], spawning, tmp_path)
+    seen = work(AGENTS["codex"], spawning, tmp_path, what="sub-agents")
     assert sorted(map(len, paths(seen.attempt))) == [2, 3] and breaks(seen.attempt) == []
     assert (tmp_path / "work" / "made.txt").read_text() == "hello\n"
     assert_trainable(seen.attempt)
+
+
+def test_codex_reads_its_last_message_by_a_schema(tmp_path: Path) -> None:
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "person.json").write_text(json.dumps(PERSON))
+    script = in_turns(AGENTS["codex"].shell(WRITE), '{"name": "Ada"}')
+    seen = work(AGENTS["codex"], script, tmp_path, what="--output-schema", more=" --output-schema person.json -o last.json")
+    assert json.loads((tmp_path / "work" / "last.json").read_text()) == {"name": "Ada"}
+    assert len(only_path(seen.attempt)) == 2 and seen.attempt.steps[-1].sampling.grammar is not None
+    assert exactness(seen.attempt).rate == 1.0
+
+
+def test_a_picture_that_codex_looks_at_is_a_counted_placeholder(tmp_path: Path) -> None:
+    paint(tmp_path / "work")
+    script = in_turns(call("view_image", path="picture.png"), "Done.")
+    seen = work(AGENTS["codex"], script, tmp_path, what="view_image")
+    assert view(seen.attempt, only_path(seen.attempt))[-2] == ["tool", PLACEHOLDER, []] and seen.counts["placeholder:image"] == 1
+    assert_trainable(seen.attempt)
+
+
+def test_a_picture_that_codex_is_given_is_a_counted_placeholder(tmp_path: Path) -> None:
+    paint(tmp_path / "work")
+    seen = work(AGENTS["codex"], in_turns(AGENTS["codex"].shell(WRITE), "Done."), tmp_path, what="-i", more=" -i picture.png")
+    asked = [str(text) for role, text, _ in view(seen.attempt, only_path(seen.attempt)) if role == "user"]
+    assert PLACEHOLDER in asked[-1] and "Write hello to made.txt" in asked[-1] and seen.counts["placeholder:image"]
+    assert_trainable(seen.attempt)
+
+
+def test_a_picture_that_claude_code_reads_is_a_counted_placeholder(tmp_path: Path) -> None:
+    paint(tmp_path / "work")
+    script = in_turns(call("Read", file_path=str(tmp_path / "work" / "picture.png")), "Done.")
+    seen = work(AGENTS["claude"], script, tmp_path, what="Read picture.png")
+    assert view(seen.attempt, only_path(seen.attempt))[-2] == ["tool", PLACEHOLDER, []] and seen.counts["placeholder:image"] == 1
+    assert_trainable(seen.attempt)
+
+
+def test_a_deferred_tool_of_claude_code_is_found_shown_and_called_on_the_same_path(tmp_path: Path) -> None:
+    offers: list[bool] = []
+
+    def script(prompt: str) -> str:
+        offers.append('"name":"CronList"' in prompt or '"name": "CronList"' in prompt)
+        return in_turns(call("ToolSearch", query="select:CronList"), call("CronList"), "Done.")(prompt)
+
+    seen = work(AGENTS["claude"], script, tmp_path, what="deferred tool")
+    assert offers == [False, True, True]  # its definition came with the search's result
+    results = [text for role, text, _ in view(seen.attempt, only_path(seen.attempt)) if role == "tool"]
+    assert len(seen.attempt.steps) == 3 and results[1] == "No scheduled jobs."
+    assert_trainable(seen.attempt)
+
+
+@pytest.mark.parametrize("api", ["Chat Completions", "Messages"])
+def test_aider_edits_a_file_and_writes_its_prompt_anew_for_each_call(api: str, tmp_path: Path) -> None:
+    def script(prompt: str) -> str:
+        return f"made.txt\n```\nhello{' world' * ('none' in last_turn(prompt))}\n```\n"
+
+    fails = " --auto-test --test-cmd 'grep world made.txt || { echo none; exit 1; }'"
+    changes = {"openai/any": "anthropic/any"} if api == "Messages" else {}
+    seen = work(AIDER, script, tmp_path, what=api, more=fails, changes=changes)
+    assert (tmp_path / "work" / "made.txt").read_text() == "hello world\n"
+    assert [len(path) for path in paths(seen.attempt)] == [1, 1] and breaks(seen.attempt) == ["history_edited"]
+    assert_trainable(seen.attempt)
+
+
+def paint(folder: Path) -> None:
+    """Write a red `picture.png`."""
+    folder.mkdir()
+    size, row = 8, b"\0" + b"\xff\0\0" * 8
+    parts = {b"IHDR": struct.pack(">IIBBBBB", size, size, 8, 2, 0, 0, 0), b"IDAT": zlib.compress(row * size), b"IEND": b""}
+    chunks = [
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data)) for name, data in parts.items()
+    ]
+    (folder / "picture.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(chunks))
 
 
 def spawning(prompt: str) -> str:
@@ -145,6 +282,6 @@ def spawning(prompt: str) -> str:
 def delegating(prompt: str) -> str:
     """Leave the work to a sub-agent; as the sub-agent, do it."""
     if "Write hello to made.txt" in prompt:
-        order = call("Agent", description="do it", prompt="Do it for me", subagent_type="general-purpose")
+        order = call("Agent", description="do it", prompt="Do it for me", subagent_type="general-purpose", run_in_background=False)
         return "Done." if "It says hello." in last_turn(prompt) else order
     return "It says hello." if "<tool_response>\n" in prompt else AGENTS["claude"].shell(WRITE)

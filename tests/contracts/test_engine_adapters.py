@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from adapter_cases import random_adapter
-from engine_cases import SHAPE, joined, read, run
+from engine_cases import SHAPE, joined, read, run, write_policy
 from sglang_double import SglangDouble, sglang
 
 from faults.upstream_cases import Act, FakeVllm, engine_over
@@ -128,6 +128,27 @@ def test_a_restarted_server_gets_its_adapters_back_before_it_serves(tmp_path: Pa
             assert versions(await read(engine, PROMPT, Sampling(max_tokens=4))) == {1}
             server.adapters.clear()  # restarted faster than any probe
             assert versions(await read(engine, PROMPT, Sampling(max_tokens=4))) == {1}
+
+    run(case())
+
+
+@pytest.mark.parametrize("version", ["0.22.0", "0.32.0"])
+def test_adapters_are_not_added_to_weights_that_an_earlier_run_left(version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "home"))
+    first = adapter(tmp_path, 0)
+
+    async def case():
+        server = FakeVllm(version=version)
+        server.takes_adapters = True
+        async with server:
+            async with engine_over(server, folder=write_policy(tmp_path / "1")) as engine:
+                await engine.load(1, tmp_path / "1")
+            async with engine_over(server, folder=tmp_path / "1") as engine:
+                with pytest.raises(EngineError, match=r"holds weights that a training run has left there .*restart it"):
+                    await engine.load(0, first)
+                assert not server.adapters
+                server.forget()
+                await engine.load(0, first)
 
     run(case())
 

@@ -11,12 +11,14 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from aiohttp import web
 from engine_cases import read, run, write_policy
 
 from faults.upstream_cases import VERSIONS, FakeVllm, engine_over, opened
 from penstock.engines.servers import base, pauses, vllm
 from penstock.errors import ConfigError, EngineError, RequestError
 from penstock.records import Sampling
+from penstock.system.locks import FileLock
 
 PROMPT = [1, 2, 3]
 SHORT = Sampling(max_tokens=4)
@@ -138,8 +140,8 @@ def test_the_smaller_vocabulary_of_server_and_model_bounds_what_is_sent(tmp_path
     run(case())
 
 
-def test_weights_that_cannot_be_read_leave_the_server_with_those_before(start: Path, tmp_path: Path):
-    """A server whose loading broke off dies of the next token; it gets its weights back before it goes on."""
+def test_weights_that_break_off_leave_the_server_with_those_before_and_nothing_else(start: Path, tmp_path: Path):
+    """A server whose loading broke off dies of the next token, and fails at the next load too."""
 
     async def case():
         server = FakeVllm()
@@ -239,6 +241,111 @@ def test_a_server_that_a_dead_run_left_paused_is_resumed_by_the_next_and_told(
     run(case())
 
 
+def test_a_note_of_a_paused_server_is_read_once_the_last_process_of_the_dead_run_lets_go(start: Path, home: Path):
+    async def case():
+        async with FakeVllm(version="0.22.0") as server:
+            await kill_while_paused(server, start, signal.SIGKILL, with_child=True)
+            (note,) = (home / "paused").iterdir()
+            held = FileLock(note)
+            assert await held.wait_async(10)
+            asyncio.get_running_loop().call_later(1.5, held.close)
+            async with opened([server.url], start) as engine:
+                assert len((await read(engine, PROMPT, SHORT)).ids) == 4
+
+
+IN_TRANSFER = """from faults.upstream_cases import NumberedSender
+    sender = NumberedSender()
+    sender.number = 2
+    await engine.load(1, Path(folder).with_name("1"))
+    if await engine.transfer(2, sender, Path(folder), asyncio.Event()):"""
+
+
+@pytest.mark.parametrize("version", ["0.22.0", "0.26.0", "0.32.0"])
+@pytest.mark.parametrize("copies", [True, False])
+def test_a_run_that_is_killed_in_the_middle_of_a_transfer_leaves_whole_weights_behind(
+    version: str, copies: bool, start: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """The server may be able to copy the rest of the dead trainer's memory, or not. It gets the version before, which is told."""
+    write_policy(tmp_path / "1")
+
+    async def case():
+        server, reached = FakeVllm(version=version), asyncio.Event()
+        server.backend, server.insecure, server.confesses = "ipc", True, True
+
+        async def copy_slowly(request: web.Request) -> None:
+            if request.path == "/update_weights":
+                body = await request.json()
+                reached.set()
+                try:
+                    await asyncio.Event().wait()
+                finally:  # a server goes on when its caller hangs up
+                    server.fails_once = not copies
+                    server.transfer("update_weights", body)
+
+        server.cut = copy_slowly
+        async with server:
+            process = await start_process(server, start, IN_TRANSFER)
+            await reached.wait()
+            process.kill()
+            await process.wait()
+            await server.until_resumed()
+            assert (server.held, server.broken, server.half_loaded, server.updating) == (1, False, False, False)
+            async with opened([server.url], start) as engine:
+                assert set((await read(engine, PROMPT, SHORT)).logprobs) == {-2.0}
+                assert "holds weights that a training run has left there" in caplog.text
+                await engine.load(0, start)  # as every training run begins
+                assert set((await read(engine, PROMPT, SHORT)).logprobs) == {-1.0}
+
+    run(case())
+
+
+def test_the_next_run_waits_until_the_child_process_of_a_dead_one_has_brought_the_server_back(start: Path):
+    async def case():
+        async with FakeVllm() as server:
+            reading, go_on = asyncio.Event(), asyncio.Event()
+
+            async def read_slowly(request: web.Request) -> None:
+                if request.path == "/collective_rpc":
+                    reading.set()
+                    await go_on.wait()
+
+            server.cut = read_slowly
+            await kill_while_paused(server, start, signal.SIGKILL)
+            await reading.wait()
+            opening = asyncio.create_task(load_first(server, start))
+            await asyncio.sleep(0.2)  # it must not have begun then
+            go_on.set()
+            await opening
+            loaded = ["pause", "collective_rpc", "reset_prefix_cache", "update_weight_version", "resume"]
+            assert server.calls.count("resume") == 2 and server.calls[-6:] == ["resume", *loaded]
+            assert not server.broken
+
+    async def load_first(server: FakeVllm, folder: Path) -> None:
+        async with opened([server.url], folder) as engine:
+            await engine.load(0, folder)
+
+    run(case())
+
+
+@pytest.mark.parametrize("version", ["0.22.0", "0.32.0"])
+def test_weights_that_a_training_run_has_left_are_told_until_the_server_is_restarted(
+    version: str, start: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    async def case():
+        async with FakeVllm(version=version) as server:
+            for told in (False, True, False):
+                caplog.clear()
+                async with opened([server.url], start) as engine:
+                    await read(engine, PROMPT, SHORT)
+                    assert ("holds weights that a training run has left there" in caplog.text) is told
+                    if told:
+                        server.forget()
+                    else:
+                        await engine.load(1, write_policy(tmp_path / "1"))
+
+    run(case())
+
+
 def test_a_server_paused_by_another_program_is_waited_for_and_named(monkeypatch: pytest.MonkeyPatch):
     async def case():
         monkeypatch.setattr(vllm, "OTHERS_PAUSE_S", 0.1)
@@ -252,16 +359,22 @@ def test_a_server_paused_by_another_program_is_waited_for_and_named(monkeypatch:
     run(case())
 
 
-def test_a_server_paused_with_weights_of_ours_is_resumed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+@pytest.mark.parametrize("transferring", [False, True])
+def test_a_server_paused_with_weights_of_ours_is_resumed(
+    transferring: bool, start: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
     """The run was on another machine."""
 
     async def case():
         monkeypatch.setattr(vllm, "OTHERS_PAUSE_S", 0.1)
         async with FakeVllm() as server:
-            server.label = "penstock-0abc-3"
+            server.label, server.root, server.backend, server.insecure = "penstock-0abc-3", str(start), "ipc", True
             await post(server, "/pause?mode=keep")
+            if transferring:
+                await post(server, "/start_weight_update")
             async with opened([server.url]) as engine:
                 assert len((await read(engine, PROMPT, SHORT)).ids) == 4
+            assert not (server.broken or server.crashed or server.updating)
         assert "left paused with the weights of an earlier run; it was resumed" in caplog.text
 
     run(case())
@@ -284,10 +397,7 @@ async def kill_while_paused(
     server: FakeVllm, folder: Path, number: signal.Signals, *, with_child: bool = False, doing: str = PAUSED
 ) -> asyncio.subprocess.Process:
     """Kill a process that has paused the server; with `with_child` its child process too."""
-    script = KILLED.replace("DOING", doing)
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", script, server.url, str(folder), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    )
+    process = await start_process(server, folder, doing)
     assert process.stdout is not None
     assert await process.stdout.readline() == b"paused\n"
     if with_child:
@@ -296,6 +406,12 @@ async def kill_while_paused(
     process.send_signal(number)
     await process.wait()
     return process
+
+
+async def start_process(server: FakeVllm, folder: Path, doing: str) -> asyncio.subprocess.Process:
+    command = [sys.executable, "-c", KILLED.replace("DOING", doing), server.url, str(folder)]
+    places = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])}
+    return await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=places)
 
 
 def children(pid: int) -> list[int]:

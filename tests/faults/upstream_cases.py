@@ -72,6 +72,8 @@ CHANGES = (
     "/sleep", "/start_weight_update", "/update_weights", "/update_weight_version", "/wake_up",
 )  # fmt: skip
 ADAPTER_ROUTES = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+MIXED = 99
+"""What it holds where only a part of the weights has come."""
 STARTS = count(1_794_844_527)
 
 
@@ -113,7 +115,7 @@ class FakeVllm:
         self.refuses = False
         """Whether it fails to read weights."""
         self.fails_once = False
-        """Whether it fails to read them the next time."""
+        """Whether loading or receiving weights breaks off the next time, when some of them have come."""
         self.unseen = ""
         """A folder that it does not see."""
         self.calls: list[str] = []
@@ -150,6 +152,8 @@ class FakeVllm:
         """Whether a request has brought it down: it answers 500 from then on."""
         self.broken = False
         """Whether weights have failed to load: the next token crashes it."""
+        self.half_loaded = False
+        """Whether loading broke off in the middle of a layer: the next load meets what is left of it, and fails too."""
         self.updating = self.asleep = False
         self.started = next(STARTS)
         self._running = asyncio.Event()
@@ -328,22 +332,23 @@ class FakeVllm:
                     self._running.set()
                 return web.Response()
             case _:
-                return self._transfer(call, body)
+                return self.transfer(call, body)
 
     def _reload(self, path: str) -> web.Response:
         self.broken = (
             self.refuses
             or self.fails_once
+            or self.half_loaded
             or bool(self.unseen and path.startswith(self.unseen))
             or not (Path(path) / "model.safetensors").exists()
         )
-        self.fails_once = False
+        self.half_loaded, self.fails_once = self.fails_once, False
         if self.broken:
             return trouble(500, "Call to collective_rpc method failed: Worker failed with error 'made-up trouble'")
         self.held = number_of(path)
         return web.json_response({"results": [None]})
 
-    def _transfer(self, call: str, body: dict[str, Any]) -> web.Response:
+    def transfer(self, call: str, body: dict[str, Any]) -> web.Response:
         """The weight-transfer API. Weights that are sent carry their number as the first of their names."""
         if self.backend is None:
             return trouble(500, "Call to collective_rpc method failed: Weight transfer not configured.")
@@ -357,7 +362,8 @@ class FakeVllm:
                 self.updating = self.broken = True
                 return web.json_response({"message": "Weight update started"})
             case "update_weights":
-                if not self.updating or self.refuses:
+                if not self.updating or self.refuses or self.fails_once:
+                    self.half_loaded, self.fails_once = self.updating and self.fails_once, False
                     self.updating = self.updating and self.version < "0.27"
                     return trouble(500, "Call to collective_rpc method failed: IPC handle not found for GPU UUID GPU-x.")
                 self.sent = body["update_info"]
@@ -366,7 +372,9 @@ class FakeVllm:
                 if not self.updating:
                     return trouble(500, "finish_weight_update called without a matching start_weight_update.")
                 self.updating = False
-                if self.sent:
+                if self.half_loaded:
+                    self.half_loaded, self.held = False, MIXED
+                elif self.sent:
                     self.broken, self.held, self.sent = False, int(self.sent["names"][0]), {}
                 return web.json_response({"message": "Weight update finished"})
 

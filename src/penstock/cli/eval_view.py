@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from textwrap import shorten
+from textwrap import shorten, wrap
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -64,7 +64,7 @@ class EvalView:
                 self._misreported += 1
                 if self._misreported == 1:
                     self.notice(misreported_text(fields))
-            elif kind == "eval.begin":
+            elif kind in ("eval.begin", "branch.begin"):
                 self._begin(fields)
             elif kind == "rollout.end" and fields["end"] != "lost":
                 self._end(fields)
@@ -166,6 +166,7 @@ def as_text(found: "Evaluation", page: Path | None, train: str) -> str:
         message, count = max(messages.items(), key=lambda item: item[1])
         rows.append(("", shorten(f"{end} ({count}x): {message or 'no message'}", 160, placeholder="…")))
     rows += shortfall_rows(own.shortfalls)
+    rows += [("not done", line) for line in wrap(f"calls: {counts(found.notices)}" if found.notices else "", 100)]
     rows += _spent(own.spent)
     rows += [("", ""), ("folder", found.folder)]
     rows += [("report", str(page))] if page else []
@@ -235,7 +236,8 @@ def evaluation_lines(found: "Evaluation", page: Path | None) -> str:
         PlainLine("folder", found.folder),
     ]
     tail = [PlainLine("resumed", found.resumed), PlainLine("seconds", found.seconds), PlainLine("report", page)]
-    return plain_text([*head, *_outcome(found.outcome), *tail])
+    not_done = [PlainLine(f"not_done.{name}", count) for name, count in found.notices.items()]
+    return plain_text([*head, *_outcome(found.outcome), *not_done, *tail])
 
 
 def regrade_lines(found: "EvalOutcome", folder: Path, page: Path | None) -> str:

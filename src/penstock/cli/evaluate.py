@@ -211,9 +211,9 @@ def _config(file: Path | None, agent: Path | None, dataset: Path | None, overrid
 def _evaluate(config: "RunConfig", view: "EvalView", *, fresh: bool, retry_failed: bool) -> "Evaluation":
     from penstock.evals.run import evaluate
     from penstock.run.inputs import read_inputs
-    from penstock.train import REGISTRIES  # the file is that of a training run, so all of its names are checked
+    from penstock.train.algorithm import check_algorithm  # the file is that of a training run, so all of it is checked
 
-    inputs = read_inputs(config, view, registries=REGISTRIES, all_heldout=True)
+    inputs = read_inputs(config, view, check=check_algorithm, all_heldout=True)
 
     async def work() -> "Evaluation":
         stop = asyncio.Event()

@@ -115,12 +115,14 @@ def _result_rows(result: TrainingResult) -> list[tuple[str, str]]:
     summary = result.summary
     rows = [("reward", f"{_change(summary.first_reward, summary.last_reward)}   {sparkline(result.rewards)}")]
     if summary.last_reward is not None:
-        first, last = (min(count, summary.rollouts) for count in (FIRST, LAST))
+        first, last = (min(count, summary.rollouts if summary.graded is None else summary.graded) for count in (FIRST, LAST))
         rows.append(("", f"mean of the first {first} graded rollouts → of the last {last}"))
     if summary.eval_after is not None:
         rows.append(("held-out", _change(summary.eval_before, summary.eval_after)))
     elif summary.eval_before is not None:
         rows.append(("held-out", f"{reward_text(summary.eval_before)} before training"))
+    if summary.better:
+        rows.append(("better", summary.better))
     if summary.updates is not None and summary.steps:
         rows.append(("updates", f"{summary.updates} of {summary.steps} steps published a new version"))
     rows += [("", line) for line in wrap(summary.stalled, 66, break_long_words=False)]
@@ -158,6 +160,8 @@ def _place_rows(result: TrainingResult) -> list[tuple[str, str]]:
         rows.append(("report", str(result.report)))
     if summary.checkpoint:
         rows.append(("checkpoint", f"{summary.checkpoint} (policy version {summary.policy_version})"))
+    if summary.promoted is not None:
+        rows.append(("promoted", f"{Path(summary.folder) / 'promoted'} (policy version {summary.promoted})"))
     rows.append(("next", next_command(result)))
     if summary.status == "finished" and not learned_nothing(summary) and next_command(result) != longer_command(result):
         rows.append(("", longer_command(result)))

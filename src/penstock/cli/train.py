@@ -92,13 +92,13 @@ def run_training(
     from penstock.cli.live import LiveView, RunState
     from penstock.run.grader_attack import warn_of_holes
     from penstock.run.inputs import read_inputs
-    from penstock.train import REGISTRIES
+    from penstock.train.algorithm import check_algorithm
 
     view = LiveView(RunState(rollouts_per_step=config.rollout.group_size * config.rollout.groups_per_step), plain=plain)
     try:
         # what the author's code prints is not a result: it goes to stderr, like progress
         with contextlib.redirect_stdout(sys.stderr), view:
-            inputs = read_inputs(config, view, registries=REGISTRIES)
+            inputs = read_inputs(config, view, check=check_algorithm)
             warn_of_holes(config, inputs, view)
             summary = asyncio.run(_train(config, inputs, view, fresh=fresh, allow_code_change=allow_code_change))
     except asyncio.CancelledError:

@@ -7,7 +7,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Protocol, TypeGuard, overload
 
-from penstock.records import Finish, Sampling
+from penstock.records import Finish, Sampling, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,10 @@ class SampledChunk:
     finish: Finish | None = None
     behaviour_known: bool = True
     """False: `logprobs` are under the plain softmax too, which is all that the engine tells of a tempered or truncated token."""
+    kept: tuple[bytes, ...] = ()
+    """See `Step.kept`."""
+    most_likely: tuple[TokenLogprobs, ...] = ()
+    """See `Step.most_likely`."""
 
 
 class Engine(Protocol):

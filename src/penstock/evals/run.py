@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from penstock.records import Sampling
 from penstock.rollout.scheduler import RunnerPort
 from penstock.run.folder import RunFolder, locked, open_run_folder
 from penstock.run.inputs import Inputs
+from penstock.run.notices import read_notices
 from penstock.run.opening import bind_pool, open_pool, open_rollout_runner, sampling
 from penstock.run.tracking import tracking
 from penstock.sdk.discovery import Agent
@@ -51,6 +52,8 @@ class Evaluation:
     """Attempts that an earlier process had made."""
     seconds: float
     """Of this process, loading left out."""
+    notices: dict[str, int] = field(default_factory=dict[str, int])
+    """What the gateway did not do as agents asked, by name: capped lengths, replies that were cut, ignored fields."""
     prices: Prices | None = None
     """From which its cost was computed."""
 
@@ -134,6 +137,7 @@ async def _evaluate(
         outcome=outcome(scored, config.eval, prices=prices, seconds=rollout_seconds(folder.events)),
         resumed=planned.done,
         seconds=round(time.monotonic() - started, 3),
+        notices=read_notices(folder.events),
         prices=prices,
     )
     folder.write_summary(orjson.dumps(as_json(evaluation)))

@@ -60,8 +60,6 @@ class TokenGraph:
         self.steps: dict[int, Step] = {}
         self.tokens = 0
         """Sampled tokens of all steps."""
-        self.weight = 0
-        """Bytes of memory that it takes."""
         self.next_node = 0
         self.next_step = 0
         self._step_after: dict[tuple[str, str], int] = {}
@@ -86,10 +84,20 @@ class TokenGraph:
         self._replies: set[tuple[str, str]] = set()
         """Policies and digests of all replies, on whatever path."""
         self._said: dict[int, str] = {}
-        """Step, to the digest of all messages up to its end, whatever the tools."""
+        """Step, to the digest of all messages up to its end, whatever the tools; made when it is first asked for."""
         self._known_said: set[tuple[str, str]] = set()
         """Policies and these digests."""
+        self._weight = 0
+        self._unweighed: list[tuple[Step, Node | None]] = []
+        """Steps that `_weight` lacks, each with the node stored with it."""
         self.add_stored(attempt)
+
+    @property
+    def weight(self) -> int:
+        """Bytes of memory that it takes. Few are asked for it, so that each part is weighed when one is."""
+        self._weight += sum(step_weight(*each) for each in self._unweighed)
+        self._unweighed.clear()
+        return self._weight
 
     def add_stored(self, attempt: Attempt) -> None:
         """Add what the pool holds: all of it, or what was added from `next_step` and `next_node` on."""
@@ -111,13 +119,9 @@ class TokenGraph:
         self.steps[step.index] = step
         self.next_step = max(self.next_step, step.index + 1)
         self.tokens += step.sampled
-        self.weight += step_weight(step, node)
+        self._unweighed.append((step, node))
         self._hashes[step.index] = context or self.context_hash(self.nodes[step.node], step.completion_ids)
         self._replies.add((step.policy, message_digest(step.message)))
-        at = self.nodes[step.node]
-        before_node = NOTHING_SAID if at.parent is None else self._said[at.parent]
-        self._said[step.index] = _said_after(before_node, [*at.messages, step.message])
-        self._known_said.add((step.policy, self._said[step.index]))
         self._index_answer(step)
         if self._reasons(step):
             self._steps_with_reasoning.add(step.index)
@@ -171,21 +175,24 @@ class TokenGraph:
     def messages(self, answer: str) -> tuple[Message, ...] | None:
         """All messages on the path of an answer's first choice, its reply included; None for an unknown answer."""
         steps = self._steps_of.get(answer)
+        return self.conversation(steps[0]) if steps else None
+
+    def conversation(self, step: int | None) -> tuple[Message, ...]:
+        """All messages on the path up to a step, its reply included; none for None."""
         parts: list[tuple[Message, ...]] = []
-        at = steps[0] if steps else None
-        while at is not None:
-            step = self.steps[at]
-            node = self.nodes[step.node]
-            parts += [(step.message,), node.messages]
-            at = node.parent
-        return tuple(chain.from_iterable(reversed(parts))) or None
+        while step is not None:
+            node = self.nodes[self.steps[step].node]
+            parts += [(self.steps[step].message,), node.messages]
+            step = node.parent
+        return tuple(chain.from_iterable(reversed(parts)))
 
     def tools(self, answer: str) -> tuple[Tool, ...] | None:
         """The tools of that path, which its root holds; None for an unknown answer."""
         steps = self._steps_of.get(answer)
-        if not steps:
-            return None
-        node = self.nodes[self.steps[steps[0]].node]
+        return self.path_tools(self.nodes[self.steps[steps[0]].node]) if steps else None
+
+    def path_tools(self, node: Node) -> tuple[Tool, ...]:
+        """The tools of the path that ends with `node`."""
         while node.parent is not None:
             node = self.nodes[self.steps[node.parent].node]
         return node.tools
@@ -260,11 +267,27 @@ class TokenGraph:
 
     def _is_known_but_for_tools(self, messages: Sequence[Message], policy: str) -> bool:
         """Whether all messages up to the last reply are those of a path, whose tools must then be others."""
+        for index in self.steps.keys() - self._said.keys():
+            self._known_said.add((self.steps[index].policy, self._said_until(index)))
         last = max((place for place, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
         return (policy, _said_after(NOTHING_SAID, messages[: last + 1])) in self._known_said
 
+    def _said_until(self, index: int) -> str:
+        path: list[Step] = []
+        at: int | None = index
+        while at is not None and at not in self._said:
+            path.append(self.steps[at])
+            at = self.nodes[path[-1].node].parent
+        for step in reversed(path):
+            node = self.nodes[step.node]
+            said = NOTHING_SAID if node.parent is None else self._said[node.parent]
+            self._said[step.index] = _said_after(said, [*node.messages, step.message])
+        return self._said[index]
+
     def _why_root(self, messages: Sequence[Message], chains: Sequence[str], policy: str) -> str | None:
         """Why the messages open a root although they repeat or replace a reply; None for a new conversation."""
+        if not self.steps:
+            return None
         if any(message["role"] == "assistant" and (policy, message_digest(message)) in self._replies for message in messages):
             return TOOLS_CHANGED if self._is_known_but_for_tools(messages, policy) else HISTORY_EDITED
         return REPLY_EDITED if any((policy, each) in self._nodes_at for each in chains[1:-1]) else None

@@ -138,12 +138,14 @@ class LastRequest:
         self._chains: list[str] = [tools_digest(())]
         """Digest of the tools, then of the path after each of `_messages`."""
         self._weights: list[int] = []
-        """Of each entry of `_raw` with its message."""
+        """Of the first entries of `_raw`, each with its message; the others are weighed when `weight` is asked for."""
         self._tools_weight = 0
 
     @property
     def weight(self) -> int:
         """Bytes of memory that it takes, beside what it shares with the token graph."""
+        unweighed = zip(self._raw[len(self._weights) :], self._messages[len(self._weights) :], strict=False)
+        self._weights += [json_weight(raw) + json_weight(message) for raw, message in unweighed]
         return self.body.size + self._tools_weight + sum(self._weights)
 
     def messages(self, raw: list[Any], read: Callable[[int, Any], Message]) -> tuple[Message, ...]:
@@ -151,7 +153,7 @@ class LastRequest:
         known = _common_prefix(self._raw, raw)
         fresh = [read(index, raw[index]) for index in range(known, len(raw))]
         self._raw[known:], self._messages[known:] = raw[known:], fresh
-        self._weights[known:] = [json_weight(raw[index]) + json_weight(message) for index, message in enumerate(fresh, known)]
+        del self._weights[known:]
         del self._chains[known + 1 :]
         return tuple(self._messages)
 

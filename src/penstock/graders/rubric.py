@@ -93,9 +93,9 @@ def read_rubric(path: Path) -> str:
 def read_verdict_file(folder: Path) -> Verdict | None:
     """Returns the verdict on the rollout whose artifacts are in `folder`, or None."""
     try:
-        found: Any = orjson.loads((folder / VERDICT_FILE).read_bytes())
+        found: Any = json.loads((folder / VERDICT_FILE).read_bytes())  # not orjson: a judge's text may hold half a character
         return Verdict(float(found["score"]), str(found["explanation"]))
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
 
 

@@ -7,7 +7,6 @@ column `seal`, covers what no single row can show: how many rows a rollout or a 
 import struct
 import zlib
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 from penstock.codec import field_names, from_json, pack_floats, pack_ints, pieces, to_json, unpack_floats, unpack_ints
@@ -47,7 +46,7 @@ COLUMNS: dict[type[Any], tuple[ArrayColumn, ...]] = {
 }
 
 
-LEFT_OUT = frozenset({"policy"})
+LEFT_OUT = frozenset({"policy", "kept", "most_likely", "branch", "replayed"})
 """Fields that a stored record lacks where they are empty: an earlier penstock reads the pools of runs that do not use them."""
 
 
@@ -61,7 +60,7 @@ def encode_row(record: Any, name: str) -> RecordRow:
     with boundary(PoolError, f"{name} cannot be stored"):
         columns = COLUMNS.get(record.__class__, ())
         packed = tuple(_pack(column, getattr(record, column.name)) for column in columns)
-        text = to_json(_without(record, columns) if columns else record)
+        text = to_json(_without(record, columns) if columns or isinstance(record, Rollout) else record)
         return RecordRow(text, packed, _checksum(text, packed))
 
 
@@ -70,11 +69,10 @@ def decode_row(kind: type[T], row: RecordRow, name: str) -> T:
     with boundary(PoolError, f"{name} cannot be read back"):
         if _checksum(row.record, row.columns) != row.crc:
             raise PoolError(f"{name} is damaged on disk: its checksum does not match; restore the pool from a copy")
-        record = from_json(kind, row.record)
-        fields = {
+        arrays = {
             c.name: blob if blob is None else c.unpack(blob) for c, blob in zip(COLUMNS.get(kind, ()), row.columns, strict=True)
         }
-        return replace(record, **fields) if fields else record  # pyright: ignore[reportArgumentType, reportUnknownVariableType]
+        return from_json(kind, row.record, **arrays)
 
 
 def grade_key(grade: Grade) -> bytes:

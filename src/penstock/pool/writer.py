@@ -187,9 +187,9 @@ class Writer:
     """Hands writes to a thread that commits them in batches. `explain` turns database errors into those that callers see.
 
     The first write is committed alone; those that arrive while it goes to disk share the next commit. So many concurrent callers
-    cost few syncs, and a single one waits for nobody. After a shared commit the next one waits a moment for as many values; not
-    for other writes, which do not come in numbers. A write that was queued is done even if its caller is cancelled; the
-    cancellation then propagates.
+    cost few syncs, and a single one waits for nobody. After a shared commit the next one waits a moment for more values, until the
+    event loop falls quiet; not for other writes, which do not come in numbers. A write that was queued is done even if its caller
+    is cancelled; the cancellation then propagates.
     """
 
     def __init__(self, database: PoolDatabase, explain: Explain, *, limit: int = 1024) -> None:
@@ -203,6 +203,12 @@ class Writer:
         """Size of the last batch. After a shared one, several more are likely to come at once."""
         self._wake_at = 1
         """Queue length that wakes the thread: once for all of them, as each time it waits for the interpreter's lock."""
+        self._queued = 0
+        """Writes that were ever queued."""
+        self._watched: asyncio.AbstractEventLoop | None = None
+        """The event loop that counts its turns without a new write, if one does."""
+        self._quiet = False
+        """Whether it has counted enough of them."""
         self._closed = False
         switch_threads_often()  # the writing thread waits for the interpreter's lock with every statement
         self._thread = threading.Thread(target=self._run, name="penstock-pool-writer", daemon=True)
@@ -237,9 +243,27 @@ class Writer:
                 self._blocked.append(pending.done.get_loop().create_future())
                 return self._blocked[-1]
             self._queue.append(pending)
+            self._queued, self._quiet = self._queued + 1, False
+            loop = pending.done.get_loop()
+            if self._watched is not loop:
+                self._watched = loop
+                loop.call_soon(self._watch, loop, self._queued, 0)
             if len(self._queue) >= self._wake_at:
                 self._changed.notify()
             return None
+
+    def _watch(self, loop: asyncio.AbstractEventLoop, seen: int, turns: int) -> None:
+        """End the wait for more writes once `loop` has had some turns without one; runs in it, once a turn."""
+        turns = turns + 1 if seen == self._queued else 0
+        if turns < QUIET_TURNS:
+            loop.call_soon(self._watch, loop, self._queued, turns)
+            return
+        with self._changed:
+            self._quiet = True
+            if self._watched is loop:
+                self._watched = None
+            if self._wake_at > 1:
+                self._changed.notify()
 
     def _run(self) -> None:
         while batch := self._take():
@@ -252,8 +276,8 @@ class Writer:
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._closed)
             if self._last_batch > 1 and any(pending.operation for pending in self._queue):
-                self._wake_at = self._last_batch
-                self._changed.wait_for(lambda: len(self._queue) >= self._wake_at or self._closed, GATHER_S)
+                self._wake_at = MAX_BATCH
+                self._changed.wait_for(lambda: len(self._queue) >= MAX_BATCH or self._quiet or self._closed, GATHER_S)
                 self._wake_at = 1
             batch, self._queue = self._queue[:MAX_BATCH], self._queue[MAX_BATCH:]
             self._last_batch = len(batch)
@@ -263,8 +287,11 @@ class Writer:
         return batch
 
 
-GATHER_S = 0.003
-"""How long a batch waits for more writes: they then share one sync and several waits for the interpreter's lock."""
+GATHER_S = 0.01
+"""How long a batch waits at most for more writes while the event loop is busy: they then share one sync and several waits for the
+interpreter's lock. A caller that waits could not go on meanwhile, as the loop has others to serve."""
+QUIET_TURNS = 2
+"""Turns of an event loop without a write after which no more are likely to come at once: from a request to its write are two."""
 
 
 def _settle(batch: Sequence[AwaitedWrite]) -> None:

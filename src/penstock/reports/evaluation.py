@@ -44,7 +44,7 @@ async def render_eval_page(found: StoredEvaluation, artifacts: Path | None = Non
 {table(["end", "rollouts"], result.ends.items())}
 {table(["", "rollouts", "commonest reason"], [(kind, each.count, each.reason) for kind, each in result.shortfalls.items()])}
 {_reasons(result)}
-<h2>Transcripts</h2>
+{_notices(found)}<h2>Transcripts</h2>
 {"".join(transcript(replace(pick, note=_note(artifacts, pick))) for pick in picked)}
 {config_section(found.config, "evaluation")}"""
     status = found.summary.get("status", "not finished")
@@ -99,6 +99,11 @@ def _tasks(scored: Sequence[TaskScores]) -> str:
     ]
     beyond = f'<p class="dim">and {len(scored) - MAX_TASKS:,} more</p>' if len(scored) > MAX_TASKS else ""
     return table(["row", "task", "mean", "rewards"], rows) + beyond
+
+
+def _notices(found: StoredEvaluation) -> str:
+    rows: dict[str, int] = found.summary.get("notices") or {}
+    return f"<h2>What was not done as agents asked</h2>\n{table(['what', 'calls'], rows.items())}\n" if rows else ""
 
 
 def _reasons(result: EvalOutcome) -> str:

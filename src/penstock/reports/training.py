@@ -27,6 +27,15 @@ from penstock.reports.html import (
 from penstock.run.code import code_changes
 from penstock.run.folder import RunFolder, component_values, find_run_folder
 from penstock.run.shortfalls import add_shortfalls, read_shortfalls
+from penstock.train.sequences import Exactness, exactness
+
+
+class Recording(NamedTuple):
+    """What `penstock run` recorded."""
+
+    calls: int
+    exact: Exactness
+    """Of the rollouts that the transcripts are chosen from."""
 
 
 class HeldoutReward(NamedTuple):
@@ -61,17 +70,15 @@ class RunReport:
     picks: list[TranscriptPick] = field(default_factory=list[TranscriptPick])
     picked_from: str = ""
     """Says which groups the transcripts were chosen from."""
+    recording: Recording | None = None
+    """None for a run that trains."""
 
 
 def render_page(report: RunReport) -> str:
     status = report.summary.get("status") or "not finished"
     model = report.config.get("model", {}).get("name", "")
-    body = f"""{_tiles(report)}
-<h2>Mean reward per step</h2>
-{reward_curve([_point(entry) for entry in report.metrics if entry["reward"] is not None], _marks(report.heldout))}
-{"".join(f"<p>{escape(text)}: rewards before and after may not compare.</p>" for text in report.code_changes)}
-{_components(report.metrics)}{_policies(report.metrics)}{_evaluations(report.heldout)}
-{_steps(report.metrics)}
+    body = f"""{_tiles(report) if report.recording is None else _recording_tiles(report, report.recording)}
+{_training(report) if report.recording is None else ""}
 <h2>Exact tokens</h2>
 {_exactness(report)}
 <h2>How rollouts ended, held-out ones included</h2>
@@ -83,7 +90,22 @@ def render_page(report: RunReport) -> str:
 {config_section(report.config, "run")}"""
     lacking = max(report.damaged_metrics, report.summary.get("steps", 0) - len(report.metrics))
     left_out = f" · {lacking} steps are left out, as metrics.jsonl is damaged" if lacking else ""
-    return document(report.name, f"{model} · {len(report.metrics)} steps · {status}{left_out}", body)
+    about = f"{len(report.metrics)} steps · {status}{left_out}" if report.recording is None else "a recording, nothing was trained"
+    return document(report.name, f"{model} · {about}", body)
+
+
+def _training(report: RunReport) -> str:
+    return f"""<h2>Mean reward per step</h2>
+{reward_curve([_point(entry) for entry in report.metrics if entry["reward"] is not None], _marks(report.heldout))}
+{"".join(f"<p>{escape(text)}: rewards before and after may not compare.</p>" for text in report.code_changes)}
+{_components(report.metrics)}{_policies(report.metrics)}{_evaluations(report.heldout)}
+{_steps(report.metrics)}"""
+
+
+def _recording_tiles(report: RunReport, recording: Recording) -> str:
+    calls, exact = recording
+    counted = [("calls", calls), ("sampled tokens", exact.sampled_tokens), ("rollouts", sum(report.ends.values()))]
+    return tiles([*((name, f"{count:,}") for name, count in counted), ("exact tokens", percent(exact.rate))])
 
 
 def _tiles(report: RunReport) -> str:
@@ -116,16 +138,18 @@ def _exact_rate(metrics: list[dict[str, Any]]) -> float | None:
 
 def _exactness(report: RunReport) -> str:
     """Counts, by reason, inexact tokens, masked steps, breaks and dropped groups. Entries of old runs may lack some counts."""
-    totals: dict[str, Counter[str]] = {"inexact": Counter(), "masked": Counter()}
+    recorded = report.recording.exact if report.recording else exactness()
+    totals: dict[str, Counter[str]] = {"inexact": Counter(recorded.inexact), "masked": Counter()}
     for entry in report.metrics:
         for name, total in totals.items():
             total.update(entry.get(name, {}))
     named = [("tokens not exact", totals["inexact"]), ("steps masked", totals["masked"]), ("breaks", report.breaks)]
     named.append(("groups dropped", report.dropped))
     rows = [(what, reason, f"{count:,}") for what, counted in named for reason, count in counted.items()]
-    sampled = sum(entry["sampled_tokens"] for entry in report.metrics)
-    unhashed = sum(entry.get("unhashed_tokens", 0) for entry in report.metrics)
-    text = f"{percent(_exact_rate(report.metrics))} of {sampled:,} sampled tokens are exact, {unhashed:,} of them unhashed."
+    sampled = recorded.sampled_tokens or sum(entry["sampled_tokens"] for entry in report.metrics)
+    unhashed = recorded.unhashed_tokens or sum(entry.get("unhashed_tokens", 0) for entry in report.metrics)
+    exact = percent(recorded.rate if report.recording else _exact_rate(report.metrics))
+    text = f"{exact} of {sampled:,} sampled tokens are exact, {unhashed:,} of them unhashed."
     return f'<p class="dim">{escape(text)}</p>' + (table(["what", "reason", "count"], rows) if rows else "")
 
 
@@ -267,7 +291,14 @@ async def _read_pool(run: RunFolder, config: dict[str, Any]) -> dict[str, Any]:
         "dropped": stats.drops,
         "picks": choose_transcripts(groups, replaced),
         "picked_from": f"Chosen among {scanned}.",
+        "recording": _recording(groups) if channel == ADHOC_CHANNEL and groups else None,
     }
+
+
+def _recording(groups: list[Group]) -> Recording:
+    attempts = [attempt for group in groups for attempt in group.attempts]
+    calls = {(attempt.rollout.id, step.answer) for attempt in attempts for step in attempt.steps}
+    return Recording(len(calls), exactness(*attempts))
 
 
 async def _replaced(pool: Pool, group: Group) -> list[Attempt]:

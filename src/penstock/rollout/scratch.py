@@ -48,7 +48,7 @@ class ScratchFolders:
         if destination is None:
             yield None
             return
-        folder = self.root / secrets.token_hex(16) / destination.name
+        folder = self.root.joinpath(secrets.token_hex(16), destination.name)
         try:
             yield folder
         finally:

@@ -19,6 +19,7 @@ from penstock.system.locks import exclusive_lock
 
 MAY_CHANGE = (
     "run.folder", "train.steps", "train.checkpoint_every", "train.checkpoints_kept", "train.eval_every", "train.tokens_per_pass",
+    "train.promote", "train.reward_range",
     "train.device", "eval.", "gateway.", "executor.", "scale.", "track.", "engine.url", "engine.api_key_env", "engine.retries",
     "engine.retry_s", "engine.first_token_s", "engine.stall_s", "engine.down_s", "engine.weights", "engine.sleep", "engine.slots",
     "engine.cache_tokens",
@@ -99,15 +100,22 @@ class RunFolder:
         """Returns held-out rewards by time, such as `before-0` or `during-8`; None where one was skipped or failed."""
         return self._read("evals.json") or {}
 
-    def add_evaluation(self, when: str, reward: float | None) -> None:
-        """Record a held-out reward, so that a resumed run does not measure it again."""
+    def task_rewards(self) -> dict[str, list[float]]:
+        """Returns the rewards of the held-out tasks, in their order, by time; without evaluations that were skipped or failed."""
+        return self._read("task_rewards.json") or {}
+
+    def add_evaluation(self, when: str, reward: float | None, rewards: Sequence[float] = ()) -> None:
+        """Record a held-out reward, and those of the tasks, so that a resumed run does not measure them again."""
+        if rewards:
+            self._write("task_rewards.json", orjson.dumps({**self.task_rewards(), when: list(rewards)}))
         self._write("evals.json", orjson.dumps({**self.evaluations(), when: reward}))
 
     def keep_evaluations(self, steps: int) -> None:
         """Drop evaluations after `steps`, of weights that a kill undid."""
-        kept = {when: reward for when, reward in self.evaluations().items() if int(when.rpartition("-")[2]) <= steps}
-        if kept != self.evaluations():
-            self._write("evals.json", orjson.dumps(kept))
+        for name, found in (("task_rewards.json", self.task_rewards()), ("evals.json", self.evaluations())):
+            kept = {when: reward for when, reward in found.items() if int(when.rpartition("-")[2]) <= steps}
+            if kept != found:
+                self._write(name, orjson.dumps(kept))
 
     def code_versions(self) -> list["CodeVersion"]:
         """Returns the author's code that the run has used, the latest last; none in older runs."""
@@ -135,7 +143,7 @@ class RunFolder:
     def set_aside_damaged(self) -> list[str]:
         """Rename small files that are damaged and that the run can go on without. Returns what was wrong."""
         found: list[str] = []
-        for name in ("code.json", "evals.json", "summary.json", "trackers.json"):
+        for name in ("code.json", "evals.json", "summary.json", "task_rewards.json", "trackers.json"):
             try:
                 self._read(name)
             except ConfigError as error:

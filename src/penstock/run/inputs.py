@@ -1,11 +1,10 @@
 """The inputs of a run, read and checked before anything heavy is loaded: a mistake costs a moment and leaves no run folder."""
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from penstock.config import RunConfig
@@ -16,7 +15,6 @@ from penstock.events import Listener
 from penstock.models import ModelFolder, find_cached
 from penstock.pool import POOLS
 from penstock.records import Task
-from penstock.registry import Registry
 from penstock.rollout.executors import EXECUTORS
 from penstock.rollout.executors.base import read_section
 from penstock.run.agent_preflight import AgentTraits, preflight
@@ -29,7 +27,11 @@ from penstock.sdk.flows.agent import check_rows, is_flow_agent, with_run_setting
 
 REGISTRIES = {"engine.name": ENGINES, "pool.name": POOLS}
 """By the config key that names one of their entries."""
-NO_REGISTRIES: Mapping[str, Registry] = MappingProxyType({})
+Check = Callable[[RunConfig, Problems], None]
+
+
+def no_check(config: RunConfig, problems: Problems) -> None:
+    pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,15 +54,13 @@ class Inputs:
         return [(path, tasks) for path, tasks in named if path != heldout or tasks is self.heldout]
 
 
-def read_inputs(
-    config: RunConfig, listener: Listener, *, registries: Mapping[str, Registry] = NO_REGISTRIES, all_heldout: bool = False
-) -> Inputs:
+def read_inputs(config: RunConfig, listener: Listener, *, check: Check = no_check, all_heldout: bool = False) -> Inputs:
     """Read and check all inputs; one ConfigError lists everything that is wrong. The model is pulled only if nothing is.
 
-    `registries` are checked besides our own, by config key. `all_heldout` reads `dataset.eval` beyond `dataset.eval_limit`.
+    `check` notes further problems of the config. `all_heldout` reads `dataset.eval` beyond `dataset.eval_limit`.
     """
     problems = Problems()
-    checked = check_inputs(config, problems, registries)
+    checked = check_inputs(config, problems, check)
     if checked.agent is None:
         check_datasets(config, None, problems)
         problems.refuse(_name(config))
@@ -90,9 +90,10 @@ class CheckedInputs(NamedTuple):
     """None where the agent cannot be run."""
 
 
-def check_inputs(config: RunConfig, problems: Problems, registries: Mapping[str, Registry] = NO_REGISTRIES) -> CheckedInputs:
+def check_inputs(config: RunConfig, problems: Problems, check: Check = no_check) -> CheckedInputs:
     """Check all but the rows of the datasets, without importing the agent's code here; errors are noted in `problems`."""
-    _check_names(config, problems, registries)
+    _check_names(config, problems)
+    check(config, problems)
     with problems.noting("gateway.port"):
         _check_port(config.gateway.host, config.gateway.port)
     executor = agent = None
@@ -145,8 +146,8 @@ def _tasks(agent: Agent, path: Path, limit: int | None = None) -> list[Task]:
     return tasks
 
 
-def _check_names(config: RunConfig, problems: Problems, registries: Mapping[str, Registry]) -> None:
-    for key, registry in (REGISTRIES | {**registries}).items():
+def _check_names(config: RunConfig, problems: Problems) -> None:
+    for key, registry in REGISTRIES.items():
         with problems.noting(key):
             registry.check(attrgetter(key)(config))
     with problems.noting("scale.address"):

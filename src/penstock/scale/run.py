@@ -27,6 +27,7 @@ from penstock.scale.rollouter import AsyncRollouter
 from penstock.scale.run_spec import RunSpec
 from penstock.scale.trainer import AsyncTrainer
 from penstock.system.async_tools import leaf_errors
+from penstock.train.branched import refuse_branches
 from penstock.train.summary import Summary, finished_summary
 
 COPIES = 3
@@ -71,6 +72,7 @@ async def train_on_ray(
 def refuse_unscalable(config: RunConfig, inputs: Inputs) -> None:
     """ConfigError for what has no meaning in several processes: a pool that one of them sees, an executor's own cluster."""
     refuse_untrainable(config)
+    refuse_branches(config)
     if not POOLS.load(config.pool.name).shareable:
         raise ConfigError(
             f"pool.name = {config.pool.name!r} is for one process, and scale.name = 'ray' has several; use 'sqlite' or 'postgres'"

@@ -3,6 +3,7 @@
 import asyncio
 import importlib
 from collections.abc import Callable
+from copy import copy
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.errors import ConfigError
@@ -30,6 +31,8 @@ class Clients:
 
     def __init__(self) -> None:
         self._shared: dict[tuple[str, bool], Any] = {}
+        self._unbound: dict[tuple[str, str], Any] = {}
+        """The vendors' clients that those of rollouts are copied from, by package and base URL. They make no calls themselves."""
         self._loop = _running_loop()
 
     def of(self, package: str, secure: bool) -> Any:
@@ -46,10 +49,20 @@ class Clients:
             self._shared[key] = make()
         return self._shared[key]
 
+    def copy_of(self, package: str, base_url: str, make: Callable[[], T]) -> T:
+        """Returns a copy of the client that `make` made for the first rollout: to make one anew takes as long as a call."""
+        key = (package, base_url)
+        if _running_loop() is not self._loop:
+            return make()
+        if key not in self._unbound:
+            self._unbound[key] = _with_platform(make(), package)
+        return copy(self._unbound[key])
+
     async def close(self) -> None:
         for client in self._shared.values():
             await client.shut()
         self._shared.clear()
+        self._unbound.clear()
 
 
 def openai_client(context: "RolloutContext", transcript: str) -> "AsyncOpenAI":
@@ -57,14 +70,12 @@ def openai_client(context: "RolloutContext", transcript: str) -> "AsyncOpenAI":
         from openai import AsyncOpenAI
     except ImportError as cause:
         raise ConfigError("ctx.openai() needs the `openai` package: pip install openai") from cause
-    client = AsyncOpenAI(
-        api_key=context.api_key or NO_KEY,
-        base_url=context.base_url,
-        organization="",
-        project="",
-        http_client=_http_client(context, "openai"),
-    )
-    return _with_headers(client, context, transcript)
+
+    def make() -> AsyncOpenAI:
+        http_client = _http_client(context, "openai")
+        return AsyncOpenAI(api_key=NO_KEY, base_url=context.base_url, organization="", project="", http_client=http_client)
+
+    return _bound(make, "openai", context, transcript)
 
 
 def anthropic_client(context: "RolloutContext", transcript: str) -> "AsyncAnthropic":
@@ -72,9 +83,12 @@ def anthropic_client(context: "RolloutContext", transcript: str) -> "AsyncAnthro
         from anthropic import AsyncAnthropic
     except ImportError as cause:
         raise ConfigError("ctx.anthropic() needs the `anthropic` package: pip install anthropic") from cause
-    base_url = context.base_url.removesuffix("/").removesuffix("/v1")
-    client = AsyncAnthropic(api_key=context.api_key or NO_KEY, base_url=base_url, http_client=_http_client(context, "anthropic"))
-    return _with_headers(client, context, transcript)
+
+    def make() -> AsyncAnthropic:
+        base_url = context.base_url.removesuffix("/").removesuffix("/v1")
+        return AsyncAnthropic(api_key=NO_KEY, base_url=base_url, http_client=_http_client(context, "anthropic"))
+
+    return _bound(make, "anthropic", context, transcript)
 
 
 def openai_blocking_client(context: "RolloutContext", transcript: str) -> "OpenAI":
@@ -101,6 +115,19 @@ def refuse_to_block(what: str, instead: str) -> None:
         raise RuntimeError(
             f"{what} would hold up the event loop, and with it the gateway that must answer; use {instead}, or asyncio.to_thread"
         )
+
+
+def _bound(make: Callable[[], T], package: str, context: "RolloutContext", transcript: str) -> T:
+    client = context.clients.copy_of(package, context.base_url, make) if context.clients else make()
+    setattr(client, "api_key", context.api_key or NO_KEY)  # noqa: B010
+    return _with_headers(client, context, transcript)
+
+
+def _with_platform(client: T, package: str) -> T:
+    """Finds out now what the packages tell of the platform: each client would do it again, in a thread."""
+    find: Any = getattr(importlib.import_module(f"{package}._base_client"), "get_platform", None)
+    setattr(client, "_platform", find and find())  # noqa: B010
+    return client
 
 
 def _with_headers(client: T, context: "RolloutContext", transcript: str) -> T:

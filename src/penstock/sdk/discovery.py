@@ -22,11 +22,12 @@ from penstock.sdk.workflow import AgentWorkflow, AgentWorkflowConfig, BaseConfig
 
 T = TypeVar("T")
 
+FACADES = "-e facades in a checkout of Penstock"
 PACKAGE_OF_MODULE = {
     "agents": "openai-agents",
-    "claw_r1": "penstock-facades",
+    "claw_r1": FACADES,
     "langchain_openai": "langchain-openai",
-    "osmosis_ai": "penstock-facades",
+    "osmosis_ai": FACADES,
     "strands": "strands-agents",
 }
 """The package to install for a module of another name."""

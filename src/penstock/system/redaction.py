@@ -1,7 +1,7 @@
 """Redaction of secrets in stored text: known values, and what looks like a key. Token ids are kept as they were sampled."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import orjson
@@ -36,8 +36,12 @@ class Redactor:
 
     def message(self, message: Message) -> Message:
         """The message without secrets; the same object if nothing in it looks like one."""
-        text = orjson.dumps(message)
-        return self._clean(message) if any(sign in text for sign in self._signs) else message
+        return message if self.is_clean(message) else self._clean(message)
+
+    def is_clean(self, messages: Message | Sequence[Message]) -> bool:
+        """Whether nothing in them looks like a secret."""
+        text = orjson.dumps(messages)
+        return not any(sign in text for sign in self._signs)
 
     def text(self, text: str) -> str:
         return self._secret.sub(REDACTED, text)

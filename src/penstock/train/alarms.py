@@ -68,7 +68,7 @@ Check = Callable[[Entries, float | None], Sign | None]
 
 def _entropy_collapse(entries: Entries, _: float | None) -> Sign | None:
     first, last = _trained(entries[:WINDOW], "entropy"), _trained(entries[-WINDOW:], "entropy")
-    if first is None or last is None or last > 0.1 * first or _solved(entries) or _rising(entries):
+    if not first or last is None or last > 0.1 * first or _solved(entries) or _rising(entries):
         return None
     text = f"entropy fell from {first:.3g} to {last:.3g} while the reward stands at {_mean(entries[-WINDOW:], 'reward'):.3g}"
     return Sign(
@@ -117,10 +117,11 @@ def _held_out_flat(entries: Entries, start_reward: float | None) -> Sign | None:
 
 
 def _one_pattern(entries: Entries, _: float | None) -> Sign | None:
-    first, last = _commonest(entries[:WINDOW]), _commonest(entries[-WINDOW:])
+    told = _commonest(entries[-WINDOW:])
+    first, last = _share(_commonest(entries[:WINDOW])), _share(told)
     if last < 0.6 or last < 2 * first or _gain(entries) < 0.1 * _spread(entries):
         return None
-    reply = entries[-1]["replies"]["commonest"]["text"]
+    reply = told[-1]["text"]
     return Sign(
         f"{last:.0%} of the replies are the same ({first:.0%} at first), and the reward rose: {reply[:80]!r} may be all that the "
         "grader wants; try: penstock grader attack",
@@ -200,9 +201,13 @@ def _length(entries: Entries) -> float:
     return sum(int(entry.get("sampled_tokens", 0)) for entry in entries) / rollouts if rollouts else 0.0
 
 
-def _commonest(entries: Entries) -> float:
-    found = [entry["replies"]["commonest"] for entry in entries if entry.get("replies")]
-    return fmean(each["count"] / each["of"] for each in found) if found else 0.0
+def _commonest(entries: Entries) -> list[Mapping[str, Any]]:
+    """Of each step that had a reply with text."""
+    return [entry["replies"]["commonest"] for entry in entries if entry.get("replies")]
+
+
+def _share(replies: Sequence[Mapping[str, Any]]) -> float:
+    return fmean(each["count"] / each["of"] for each in replies) if replies else 0.0
 
 
 def _spread(entries: Entries) -> float:
@@ -221,5 +226,8 @@ def _rising(entries: Entries) -> bool:
 
 
 def _solved(entries: Entries) -> bool:
+    """A reward below 1 that never was another is no success: the grader may know no other."""
     rewards = [reward for entry in entries for reward in entry["rewards"]]
-    return bool(rewards) and max(rewards) > 0 and _mean(entries[-WINDOW:], "reward") >= SOLVED * max(rewards)
+    if not rewards or max(rewards) <= 0 or min(rewards) == max(rewards) < 1:
+        return False
+    return _mean(entries[-WINDOW:], "reward") >= SOLVED * max(rewards)

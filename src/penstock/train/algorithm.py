@@ -7,8 +7,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from penstock.config import TrainSection, validate
-from penstock.errors import ConfigError
+from penstock.config import RunConfig, TrainSection, validate
+from penstock.errors import ConfigError, Problems
 from penstock.records import Group
 from penstock.registry import Registry
 from penstock.train.advantages import ADVANTAGES, DIVISORS
@@ -34,12 +34,30 @@ def load_loss(section: TrainSection) -> Callable[..., Any]:
     function = LOSSES.load(section.loss)
     if _settings_class(function) is not TrainSection:
         for key in OF_CLIP:
-            if getattr(section, key) != TrainSection.model_fields[key].default:
+            if _is_set(section, key):
                 raise ConfigError(
                     f"train.{key} is a setting of train.loss = 'clip'; the settings of {section.loss!r} are in "
                     "[train.loss_settings], see docs/algorithms.md"
                 )
     return _bind(LOSSES, section.loss, section.loss_settings, section)
+
+
+def check_algorithm(config: RunConfig, problems: Problems) -> None:
+    """Note names and settings that there are not. Only settings are worth the import of torch here."""
+    section = config.train
+    with problems.noting("train.advantage"):
+        ADVANTAGES.check(section.advantage)
+        if section.advantage_settings:
+            load_advantage(section)
+    with problems.noting("train.loss"):
+        LOSSES.check(section.loss)
+        if section.loss_settings or any(_is_set(section, key) for key in OF_CLIP):
+            load_loss(section)
+    with problems.noting("train.optimizer"):
+        if section.optimizer_settings or _is_set(section, "optimizer"):
+            from penstock.train.optimizers import refuse_optimizer
+
+            refuse_optimizer(section)
 
 
 def settings_of(function: Callable[..., Any]) -> type[BaseModel] | None:
@@ -83,6 +101,10 @@ def _bind(registry: Registry, name: str, given: dict[str, Any], section: TrainSe
 
     bound.settings = settings  # pyright: ignore[reportAttributeAccessIssue]
     return bound
+
+
+def _is_set(section: TrainSection, key: str) -> bool:
+    return getattr(section, key) != TrainSection.model_fields[key].default
 
 
 def _settings_class(function: Callable[..., Any]) -> type[BaseModel] | None:

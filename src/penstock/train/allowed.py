@@ -4,7 +4,7 @@ from pathlib import Path
 
 from penstock.engines.embedded.engine import end_ids
 from penstock.engines.embedded.grammars import GrammarCompiler, allowed_rows
-from penstock.engines.embedded.token_sets import pack_set
+from penstock.engines.token_sets import pack_set
 from penstock.errors import PenstockError
 from penstock.records import Step
 from penstock.train.sequences import ReplayedStep

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from penstock.engines.embedded.decoder import Decoder, causal
-from penstock.engines.embedded.token_sets import unpack_sets
+from penstock.engines.token_sets import unpack_sets
 from penstock.train.batches import LossTerm, Pass, PassRow
 from penstock.train.transfer import to_device
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from penstock.errors import TrainError
 from penstock.records import Attempt
+from penstock.train.sequential_test import SequentialResult, sequential_results
 from penstock.train.training_run import TrainingRun
 
 When = Literal["before", "during", "after"]
@@ -24,8 +25,10 @@ async def evaluate(run: TrainingRun, when: When, step: int) -> float | None:
     started = time.monotonic()
     attempts = [await run.pool.attempt(rollout_id) for rollout_id in await run.rollouts.evaluate()]
     refuse_all_failed(attempts, "of the held-out evaluation")
-    reward = sum(attempt.reward or 0.0 for attempt in attempts) / len(attempts)
-    run.folder.add_evaluation(name, reward)
+    rewards = [attempt.reward or 0.0 for attempt in attempts]
+    reward = sum(rewards) / len(rewards)
+    run.folder.add_evaluation(name, reward, rewards)
+    tested = compare_with_before(run, name)
     run.events.emit(
         "eval.end",
         when=when,
@@ -34,8 +37,26 @@ async def evaluate(run: TrainingRun, when: When, step: int) -> float | None:
         rollouts=len(attempts),
         versions=_versions(attempts),
         seconds=round(time.monotonic() - started, 3),
+        **tested_fields(tested),
     )
     return reward
+
+
+def compare_with_before(run: TrainingRun, evaluation: str) -> SequentialResult | None:
+    """Returns whether an evaluation's policy is better than the one before; None for the first, or with rewards out of range."""
+    try:
+        results = sequential_results(run.folder.task_rewards(), run.config.train.reward_range)
+    except ValueError as error:
+        run.events.emit("notice", text=f"{evaluation}: {error}: set it to what your grader gives, to know what is better")
+        return None
+    return next((result for result in results if result.evaluation == evaluation), None)
+
+
+def tested_fields(result: SequentialResult | None) -> dict[str, Any]:
+    """Returns the result as fields of events and metrics."""
+    if result is None:
+        return {}
+    return {"evidence": round(result.evidence, 3), "evidence_needed": result.needed, "better": result.better}
 
 
 class BackgroundEvaluation:
@@ -52,9 +73,8 @@ class BackgroundEvaluation:
 
     def begin(self, step: int) -> None:
         """Start the evaluation that is due after `step`, if one is; it is skipped, with an event, while the last one still runs."""
-        run, every = self._run, self._run.config.train.eval_every
-        due = every and step and step % every == 0 and run.inputs.heldout
-        if not due or f"during-{step}" in run.folder.evaluations():
+        run = self._run
+        if not self.is_due(step) or f"during-{step}" in run.folder.evaluations():
             return
         if self._running is not None and not self._running.done():
             run.folder.add_evaluation(f"during-{step}", None)
@@ -62,6 +82,14 @@ class BackgroundEvaluation:
             return
         self._step = step
         self._running = self._tasks.create_task(self._evaluate(step))
+
+    def is_due(self, step: int) -> bool:
+        every = self._run.config.train.eval_every
+        return bool(every and step and step % every == 0 and self._run.inputs.heldout)
+
+    async def between_steps(self, step: int) -> None:
+        """Make the evaluation that is due after `step`, while nothing is trained: of one version."""
+        await self._evaluate(step)
 
     def ended(self) -> dict[str, Any]:
         """Returns the evaluation that ended since the last call, as metrics of a step; empty if none did."""
@@ -81,7 +109,9 @@ class BackgroundEvaluation:
     async def _evaluate(self, step: int) -> None:
         run = self._run
         try:
-            self._ended = {"eval_step": step, "eval_reward": await evaluate(run, "during", step)}
+            reward = await evaluate(run, "during", step)
+            tested = tested_fields(compare_with_before(run, f"during-{step}"))
+            self._ended = {"eval_step": step, "eval_reward": reward, **{f"eval_{key}": value for key, value in tested.items()}}
         except TrainError as error:  # the training step itself decides whether the run can go on
             run.folder.add_evaluation(f"during-{step}", None)
             run.events.emit("eval.fail", step=step, message=str(error))

@@ -1,6 +1,7 @@
 """The training algorithm: claim, credit, pack, update, publish, save.
 
     lease      = pool.claim(groups whose rollouts have all ended)      while leased, no other trainer gets them
+                 with_branches(lease.groups)                           continuations, where the advantage compares them
     sequences  = credit_groups(lease.groups)                           advantages, then the paths of each token graph
     update     = learner.compute(pack(sequences))                      gradients; shared prefixes are forwarded once
                  set_aside(groups that make it fail)                   and claim again
@@ -31,12 +32,14 @@ from penstock.run.shortfalls import ScoredEnd, shortfalls, shortfalls_json
 from penstock.system.heap import trim_heap
 from penstock.train.alarms import Alarm, new_alarms
 from penstock.train.batches import Batch
+from penstock.train.branched import branch_ends, with_branches
 from penstock.train.credit import CreditedSequences, credit_groups, teaches_nothing
 from penstock.train.held_out import BackgroundEvaluation, refuse_all_failed
 from penstock.train.learner import UpdateMetrics, UpdateResult, total_metrics
 from penstock.train.memory import peak_memory
 from penstock.train.policy import ROLLED_BACK, Publication, checkpoint_interval, roll_back, save
 from penstock.train.policy_groups import group_of
+from penstock.train.promotion import promote_if_better
 from penstock.train.scores import ScoreWriter
 from penstock.train.sequences import behaviour_unknown_tokens, breaks, exactness
 from penstock.train.set_aside import BEYOND, CRASHED, EQUAL, find_culprits, may_be_data, out_of_bounds, refuse_too_many, set_aside
@@ -130,7 +133,12 @@ async def train_steps(
     speed = await SamplingSpeed.begin(run.pool)
     async with ScoreWriter(run.folder.path) as scores:
         while progress.step < section.steps and not stop.is_set() and not alarmed:
-            background.begin(progress.step)
+            if section.promote and background.is_due(progress.step):
+                progress = await save_checkpoint(run, progress) if progress.leases else progress
+                await background.between_steps(progress.step)
+                await promote_if_better(run, f"during-{progress.step}", progress.version)
+            else:
+                background.begin(progress.step)
             run.events.emit("step.start", step=progress.step + 1, version=progress.version)
             clock = Stopwatch()
             ready = await next_step(run, progress, clock, stop)
@@ -185,6 +193,11 @@ async def next_step(run: TrainingRun, progress: TrainProgress, clock: "Stopwatch
         lease = await claim(run, progress, stop)
         if lease is None:
             return None
+        groups = await with_branches(lease.groups, run, stop)
+        if groups is None:
+            await run.pool.release(lease.id)
+            return None
+        lease = replace(lease, groups=tuple(groups))
         rollout_s += clock.lap()
         run.events.emit("train.start", step=progress.step + 1, groups=len(lease.groups))
         try:
@@ -432,6 +445,7 @@ def step_metrics(
         "shortfalls": shortfalls_json(shortfalls(map(_scored_end, attempts), run.config.eval.passes)),
         "masked": _masked(total),
         "breaks": dict(breaks(*attempts)),
+        **branch_ends(lease.groups),
         "inexact": dict(exact.inexact),
         "exact_tokens": exact.exact_tokens,
         "sampled_tokens": exact.sampled_tokens,

@@ -62,6 +62,11 @@ def make_optimizer(weights: Mapping[str, Tensor], section: TrainSection) -> Opti
     return _torch_optimizer(name, weights, section)
 
 
+def refuse_optimizer(section: TrainSection) -> None:
+    """Raises ConfigError as `make_optimizer` would."""
+    make_optimizer({"weight": torch.zeros(1, 1)}, section)
+
+
 def is_matrix(name: str, weight: Tensor) -> bool:
     return weight.dim() == 2 and not name.startswith(("embed.", "head."))
 

@@ -14,14 +14,17 @@ from penstock.records import PolicyVersion
 from penstock.run.code import use_code
 from penstock.run.folder import FRESH, locked, open_run_folder
 from penstock.run.inputs import Inputs, refuse_untrainable
+from penstock.run.notices import read_notices
 from penstock.run.opening import bind_pool
 from penstock.run.tracking import tracking
 from penstock.system.async_tools import leaf_errors
 from penstock.system.heap import share_heap
 from penstock.train import policy
+from penstock.train.branched import refuse_branches
 from penstock.train.held_out import BackgroundEvaluation, evaluate
 from penstock.train.loop import Fallback, TrainProgress, train_steps
-from penstock.train.summary import Summary, finished_summary, notices, summarize
+from penstock.train.promotion import promote_if_better
+from penstock.train.summary import Summary, finished_summary, summarize
 from penstock.train.training_run import TrainingRun, open_training
 
 T = TypeVar("T")
@@ -41,6 +44,9 @@ async def train(
     A run whose agent or grader was edited meanwhile is refused, unless `allow_code_change`.
     """
     refuse_untrainable(config)
+    refuse_branches(config)
+    if config.train.promote and not inputs.heldout:
+        raise ConfigError("train.promote compares held-out rewards: name a file of held-out tasks with dataset.eval")
     share_heap()
     folder = open_run_folder(config, fresh=fresh)
     with locked(folder.path), Events(folder.events) as events:
@@ -51,7 +57,7 @@ async def train(
         async with tracking(config, folder, events):
             async with open_training(config, inputs, folder, events) as run:
                 summary = await run_training(run, stop)
-            summary = replace(summary, notices=await asyncio.to_thread(notices, folder.events))
+            summary = replace(summary, notices=await asyncio.to_thread(read_notices, folder.events))
             folder.write_summary(to_json(summary))
             events.emit("run.end", summary=asdict(summary))
         return summary
@@ -86,6 +92,8 @@ async def run_training(run: TrainingRun, stop: asyncio.Event) -> Summary:
     after = None
     if progress.step >= run.config.train.steps:
         after = await _unless_stopped(stop, evaluate(run, "after", progress.step))
+        if run.config.train.promote and after is not None:
+            await promote_if_better(run, f"after-{progress.step}", progress.version)
     if stop.is_set():
         run.events.emit("run.stop", reason="asked to")
     return await summarize(run, progress, before, after)

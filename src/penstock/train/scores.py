@@ -1,7 +1,8 @@
 """What the trainer computed of each trained token, kept in `scores/` of the run folder, a file per step.
 
 A line is one sequence: the log-probability of its trained tokens less the engine's, before the step's first update, and their
-entropy, both as half-precision numbers in base64; and its advantages as runs of `[count, value]`. Training reads none of it.
+entropy, both as half-precision numbers in base64; and its advantages and steps as runs of `[count, value]`. Training reads none
+of it.
 """
 
 import asyncio
@@ -86,14 +87,18 @@ def score_lines(batch: Batch, result: UpdateResult, policy: str = "") -> Iterato
 
 def _line(sequence: Sequence, logprobs: list[float], entropy: list[float], policy: str) -> dict[str, Any]:
     gap = [0.0 if old == inf else new - old for new, old in zip(logprobs, sequence.logprobs, strict=True)]
-    runs = groupby(compress(sequence.advantages, sequence.trained))
     return {
         "rollout_id": sequence.rollout_id,
         **({"policy": policy} if policy else {}),
         "gap": _pack_halves(compress(gap, sequence.trained)),
         "entropy": _pack_halves(compress(entropy, sequence.trained)),
-        "advantages": [[sum(1 for _ in same), value] for value, same in runs],
+        "advantages": _runs(compress(sequence.advantages, sequence.trained)),
+        "steps": _runs(compress(sequence.steps, sequence.trained)),
     }
+
+
+def _runs(values: Iterable[float]) -> list[list[float]]:
+    return [[sum(1 for _ in same), value] for value, same in groupby(values)]
 
 
 def _pack_halves(values: Iterable[float]) -> str:

@@ -11,6 +11,7 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 from penstock.codec import extend_ids_hash
+from penstock.engines.token_sets import in_set
 from penstock.errors import TrainError
 from penstock.records import Attempt, Group, Node, Sequence, Step
 from penstock.train.advantages.base import Credit, credit_by_step
@@ -120,6 +121,8 @@ def why_untrainable(step: Step, graph: Graph) -> str | None:
     """Returns why a step's tokens cannot be trained at any advantage, or None if they can."""
     if reason := graph.flaws.get(step.index):
         return reason
+    if step.replayed:
+        return "replayed"
     if not step.completion_ids:
         return "empty" if step.usage is None else "relayed"
     if step.finish in ("cancelled", "error"):
@@ -151,7 +154,8 @@ def _flaw(step: Step, node: Node) -> str | None:
     """Returns what is impossible in the record of one step alone. A reply relayed from an endpoint has no tokens to check."""
     if step.usage is not None and not step.completion_ids:
         return None
-    columns = (step.logprobs, step.versions, step.logprobs if step.full_logprobs is None else step.full_logprobs)
+    full = step.logprobs if step.full_logprobs is None else step.full_logprobs
+    columns = (step.logprobs, step.versions, full, step.kept or step.versions)
     if any(len(column) != len(step.completion_ids) for column in columns):
         return "misaligned"
     if not all(math.isfinite(value) and value <= 1e-3 for value in step.logprobs):  # rounding may put a logprob just above 0
@@ -175,6 +179,18 @@ class ReplayedStep(NamedTuple):
     """Per token: see `Sequence.allowed`."""
     problem: str | None = None
     """Why that is not known."""
+
+
+def chosen_from(step: Step, replay: Callable[[Step], ReplayedStep]) -> ReplayedStep:
+    """Returns what the tokens of a limited step were chosen from: as recorded, else replayed from its grammar."""
+    if not step.kept:
+        return replay(step)
+    possible = all(in_set(token_id, kept) for token_id, kept in zip(step.completion_ids, step.kept, strict=True))
+    return ReplayedStep(step.kept) if possible else ReplayedStep(problem="not_allowed")
+
+
+def no_replay(step: Step) -> ReplayedStep:
+    return ReplayedStep(problem="constrained")
 
 
 class SequencesResult(NamedTuple):
@@ -235,7 +251,7 @@ def _replayed(
     allowed: dict[int, tuple[bytes, ...]] = {}
     for index, step in graph.steps.items():
         if reasons[index] is None and step.limited:
-            found = ReplayedStep(problem="constrained") if replay is None else replay(step)
+            found = chosen_from(step, replay or no_replay)
             allowed[index], reasons[index] = found.allowed, found.problem
     return allowed
 

@@ -6,6 +6,7 @@ from textwrap import shorten
 from typing import Any
 
 from penstock.records import Attempt
+from penstock.run.shortfalls import add_shortfalls, read_shortfalls
 from penstock.train.sequences import BEHAVIOUR_UNKNOWN
 
 FIRST, LAST = 32, 64
@@ -55,10 +56,13 @@ def why_idle(steps: Sequence[Mapping[str, Any]]) -> str:
 
 def _cause(steps: Sequence[Mapping[str, Any]]) -> str:
     rewards = [reward for entry in steps for reward in entry["rewards"]]
+    masked = sum((Counter[str](entry.get("masked", {})) for entry in steps), Counter[str]())
+    failed = add_shortfalls(read_shortfalls(entry.get("shortfalls")) for entry in steps).get("failed")
+    if failed and failed.count > len(rewards) and not masked:
+        others = ", and the rewards of the others are equal" if rewards else ""
+        told = f"{failed.count:,} of {sum(entry['rollouts'] for entry in steps):,} rollouts failed{others}"
+        return f"{told} (commonest: {failed.reason}); mend the agent, and try it with --dry-run"
     if sum(entry["groups_equal"] for entry in steps) < sum(entry["groups"] for entry in steps):
-        masked = Counter[str]()
-        for entry in steps:
-            masked.update(entry.get("masked", {}))
         reasons = ", ".join(f"{reason} {number}" for reason, number in masked.most_common(3)) or "no reason was recorded"
         remedy = UNKNOWN_REMEDY if BEHAVIOUR_UNKNOWN in masked else "penstock verify names them"
         return f"no sampled token could be trained (masked steps: {reasons}); {remedy}"

@@ -3,7 +3,6 @@
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import orjson
@@ -17,6 +16,8 @@ from penstock.run.shortfalls import add_shortfalls, read_shortfalls, shortfalls_
 from penstock.train import policy
 from penstock.train.held_out import evaluations_during_training
 from penstock.train.loop import TrainProgress
+from penstock.train.promotion import promoted_version
+from penstock.train.sequential_test import sequential_results
 from penstock.train.stalled import FIRST, LAST, idle_steps, why_idle
 from penstock.train.training_run import TrainingRun
 
@@ -32,6 +33,8 @@ class Summary:
     """Mean over the first 32 graded rollouts."""
     last_reward: float | None
     """Mean over the last 64 graded rollouts."""
+    graded: int | None = None
+    """Graded rollouts of the trained steps; None of a run that an earlier penstock summed up."""
     eval_before: float | None
     eval_after: float | None
     evals: dict[str, float | None] = field(default_factory=dict[str, float | None])
@@ -73,6 +76,10 @@ class Summary:
     """Steps that published a version; None of a run that an earlier penstock summed up."""
     stalled: str = ""
     """Why the last steps made no update, and what to do; empty if the last one did."""
+    better: str = ""
+    """At which evaluations it was established, at 95 %, that the policy is better than before; empty if that cannot be told."""
+    promoted: int | None = None
+    """The version in `promoted/`; see `train.promote`."""
     alarms: list[str] = field(default_factory=list[str])
     """What was raised, with the step; see `train.on_alarm`."""
     stopped_by: str = ""
@@ -99,6 +106,7 @@ async def summarize(run: TrainingRun, progress: TrainProgress, before: float | N
         steps=progress.step,
         first_reward=mean(rewards[:FIRST]),
         last_reward=mean(rewards[-LAST:]),
+        graded=len(rewards),
         eval_before=before,
         eval_after=after,
         evals=evaluations_during_training(run.folder.evaluations()),
@@ -124,20 +132,26 @@ async def summarize(run: TrainingRun, progress: TrainProgress, before: float | N
         updates=sum(new != old for old, new in pairwise([0, *(entry["version"] for entry in metrics)])),
         stalled=why_idle(idle_steps(metrics)),
         alarms=[f"{kind} at step {entry['step']}" for entry in metrics for kind in entry.get("alarms", ())],
+        better=better_text(run.folder.task_rewards(), run.config.train.reward_range),
+        promoted=promoted_version(run.folder.path),
         stopped_by=", ".join(metrics[-1].get("alarms", ())) if metrics and not done and run.config.train.on_alarm != "warn" else "",
         code_changes=[change.text for change in code_changes(run.folder)],
         resumed=run.folder.resumed,
     )
 
 
-def notices(events: Path) -> dict[str, int]:
-    """Returns what the gateways of a run counted, from its event log; that of a process that was killed is not in it."""
-    total: Counter[str] = Counter()
-    with events.open("rb") as lines:
-        for line in lines:
-            if b'"gateway.stop"' in line:
-                total.update(orjson.loads(line).get("counts", {}))
-    return dict(total)
+def better_text(rewards: dict[str, list[float]], reward_range: tuple[float, float]) -> str:
+    try:
+        results = sequential_results(rewards, reward_range)
+    except ValueError as error:
+        return str(error)
+    if not results:
+        return ""
+    if better := [result for result in results if result.better]:
+        steps = ", ".join(f"{each.difference:+.2f} at step {each.evaluation.rpartition('-')[2]}" for each in better)
+        return f"than before, at 95 %: {steps}"
+    last = results[-1]
+    return f"not established at 95 %: evidence {last.evidence:,.1f} of {last.needed:,.0f}, in {len(results)} evaluations"
 
 
 def finished_summary(folder: RunFolder, config: RunConfig) -> Summary | None:

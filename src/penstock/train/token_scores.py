@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.engines.embedded.token_sets import unpack_sets
+from penstock.engines.token_sets import unpack_sets
 from penstock.train import compiling
 from penstock.train.batches import LossTerms
 from penstock.train.forward import FORBIDDEN

@@ -27,7 +27,7 @@ from penstock.train.batches import CPU_TOKENS_PER_PASS, pack
 from penstock.train.forward import pass_logprobs, trunk_states
 from penstock.train.masters import round_as_served
 from penstock.train.policy_groups import group_of
-from penstock.train.sequences import Graph, ReplayedStep, breaks, read_graph, sampled_tokens, why_untrainable
+from penstock.train.sequences import Graph, ReplayedStep, breaks, chosen_from, read_graph, sampled_tokens, why_untrainable
 
 
 class ProbedToken(NamedTuple):
@@ -56,7 +56,7 @@ def count_versions(read: Iterable[tuple[Attempt, Graph]]) -> Counter[int]:
     counted: Counter[int] = Counter()
     for _, graph in read:
         for step in graph.steps.values():
-            if step.index not in graph.flaws:
+            if step.index not in graph.flaws and not step.replayed:
                 counted.update(step.versions)
     return counted
 
@@ -71,8 +71,9 @@ def make_probes(
     """Returns one sequence per path with tokens of `version`. A token on several paths is probed on the first only."""
     probes = Probes([], [], [])
     for attempt, graph in read:
-        left = {i for i, step in graph.steps.items() if version in step.versions and i not in graph.flaws}
-        allowed = {i: replay(graph.steps[i]) for i in left if graph.steps[i].limited}
+        sampled = {i: step for i, step in graph.steps.items() if not step.replayed}  # others are probed in the rollout they repeat
+        left = {i for i, step in sampled.items() if version in step.versions and i not in graph.flaws}
+        allowed = {i: chosen_from(graph.steps[i], replay) for i in left if graph.steps[i].limited}
         for index, found in allowed.items():
             if found.problem:
                 left.remove(index)
@@ -129,10 +130,10 @@ def _sequence(
 def _recomputable(step: Step) -> tuple[tuple[float, ...], float]:
     """Returns the recorded log-probabilities that a forward pass can reproduce, and the temperature to compute them at.
 
-    Truncated sampling renormalises, a greedy token has probability 1, and some engines tell no more. For these, compare the full
-    softmax at temperature 1.
+    A greedy token has probability 1, truncated sampling renormalises over tokens that an engine may not tell, and some engines
+    tell no more. For these, compare the full softmax at temperature 1.
     """
-    if step.behaviour_known and step.sampling.temperature > 0 and not step.sampling.truncated:
+    if step.behaviour_known and step.sampling.temperature > 0 and (step.kept or not step.sampling.truncated):
         return step.logprobs, step.sampling.temperature
     return step.logprobs if step.full_logprobs is None else step.full_logprobs, 1.0
 

@@ -10,8 +10,10 @@ from penstock.evals.metrics import difference, estimate, pass_at_k
 from penstock.pool.base import AFTER_ALL
 from penstock.pool.sql import reads
 from penstock.pool.sql.database import PoolDatabase
+from penstock.view.overview import MAX_MODEL
 from penstock.view.run_files import ViewedRun
 from penstock.view.sources import OpenRuns
+from penstock.view.texts import cut
 
 MAX_TASKS = 5000
 """Tasks of an evaluation that are read; the others are only counted."""
@@ -51,7 +53,7 @@ def _line(files: ViewedRun, run_id: str) -> dict[str, Any]:
     summary: dict[str, Any] = cast("dict[str, Any]", outcome) if isinstance(outcome, dict) else {}
     return {
         "id": run_id,
-        "model": str(files.setting("model", "name") or ""),
+        "model": cut(str(files.setting("model", "name") or ""), MAX_MODEL),
         "status": files.status(),
         "changed": files.changed(),
         "tasks": summary.get("tasks"),
@@ -62,6 +64,7 @@ def _line(files: ViewedRun, run_id: str) -> dict[str, Any]:
         "components": summary.get("components") or {},
         "ends": summary.get("ends"),
         "cost": summary.get("cost"),
+        "notices": files.alarms.notices.total(),
     }
 
 

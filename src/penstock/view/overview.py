@@ -5,39 +5,35 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any, cast
 
-from penstock.config import TrainSection, validate
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import PenstockError
 from penstock.pool.sql import reads
 from penstock.pool.sql.database import PoolDatabase
-from penstock.records import Group
-from penstock.train.advantages import ADVANTAGES
-from penstock.train.advantages.base import level_of
-from penstock.train.algorithm import load_advantage
-from penstock.train.policy_groups import group_of
+from penstock.view.credit import row_advantages
 from penstock.view.queries import GroupRow, LeaseRow, check_ledger, group_page, lease_rows, ledger_page
 from penstock.view.run_files import AlarmLog, ViewedRun
 from penstock.view.sources import OpenRuns
 from penstock.view.texts import REASONS, cut
 
 SPARK_POINTS = 60
+MAX_MODEL = 200
+"""Characters of a model's name in a list."""
 MAX_POINTS = 5000
 """Steps in one answer; of a longer run every second, third, … one."""
-BUILT_IN_ADVANTAGES = frozenset(ADVANTAGES.table)
 AFTER_LAST = 2**62
 
 
 def run_line(files: ViewedRun, run_id: str) -> dict[str, Any]:
     """Returns the line of a run in the list."""
     metrics = files.metrics
-    mean: dict[str, float] = files.summary().get("reward") or {}
+    mean = _evaluated_reward(files.summary())
     rewards = [reward for reward in metrics.columns["reward"] if reward is not None]
-    reward = rewards[-1] if rewards else mean.get("value")
+    reward = rewards[-1] if rewards else mean
     return {
         "id": run_id,
         "name": str(files.setting("run", "name") or files.path.name),
         "kind": files.kind,
         "status": files.status(),
-        "model": str(files.setting("model", "name") or ""),
+        "model": cut(str(files.setting("model", "name") or ""), MAX_MODEL),
         "step": metrics.steps[-1] if metrics.steps else None,
         "steps": metrics.planned,
         "reward": reward,
@@ -46,6 +42,14 @@ def run_line(files: ViewedRun, run_id: str) -> dict[str, Any]:
         "alarms": files.alarms.counts.total() - files.alarms.counts["notice"],
         "changed": files.changed(),
     }
+
+
+def _evaluated_reward(summary: dict[str, Any]) -> float | None:
+    """Returns the mean reward of an evaluation; None in other runs."""
+    outcome = summary.get("outcome")
+    reward = cast("dict[str, Any]", outcome).get("reward") if isinstance(outcome, dict) else None
+    value = cast("dict[str, Any]", reward).get("value") if isinstance(reward, dict) else None
+    return value if isinstance(value, int | float) else None
 
 
 def runs_list(runs: OpenRuns) -> dict[str, Any]:
@@ -68,6 +72,7 @@ def run_overview(files: ViewedRun, run_id: str, database: PoolDatabase | None) -
         "masked": dict(metrics.totals["masked"]),
         "inexact": dict(metrics.totals["inexact"]),
         "breaks": stats.get("breaks") or dict(metrics.totals["breaks"]),
+        "notices": files.alarms.notices.total(),
     }
     return {
         **run_line(files, run_id),
@@ -109,7 +114,7 @@ def group_list(files: ViewedRun, database: PoolDatabase, *, channel: str, state:
 
 
 def group_line(files: ViewedRun, row: GroupRow) -> dict[str, Any]:
-    advantages = advantages_of(files, row.group)
+    advantages = row_advantages(files, row.group)
     return {
         "id": row.id,
         "seq": row.seq,
@@ -138,40 +143,6 @@ def group_line(files: ViewedRun, row: GroupRow) -> dict[str, Any]:
 def _last_text(row: GroupRow) -> str:
     told = [message.get("content") for message in row.task.prompt]
     return next((text for text in reversed(told) if isinstance(text, str)), "")
-
-
-def advantages_of(files: ViewedRun, group: Group) -> dict[str, float]:
-    """Returns the advantage of each graded rollout, by id; nothing if the run computed them with a function of its own,
-    from more than the group, or by step: what each token was trained with is in the scores.
-
-    That function is named in a file that may come from anywhere, so it is not imported.
-    """
-    return {} if files.config.get("policies") else _advantages(files, group)
-
-
-def policy_advantages(files: ViewedRun, group: Group) -> dict[str, dict[str, float]]:
-    """Returns the advantages of each trained policy, by its name and the rollout's id; nothing in a run with one policy.
-
-    `group` must have its steps: they say which policy was asked.
-    """
-    policies = files.config.get("policies")
-    named = cast("dict[str, Any]", policies) if isinstance(policies, dict) else dict[str, Any]()
-    trained = [name for name, section in named.items() if not (isinstance(section, dict) and section.get("frozen"))]
-    return {name: _advantages(files, group_of(group, name)) for name in trained}
-
-
-def _advantages(files: ViewedRun, group: Group) -> dict[str, float]:
-    name = files.setting("train", "advantage")
-    if name not in BUILT_IN_ADVANTAGES or files.kind != "train" or group.channel != "train":
-        return {}
-    try:
-        advantage = load_advantage(validate(TrainSection, files.config.get("train") or {}, "config.json"))
-    except ConfigError:  # a file that was edited, or of another version
-        return {}
-    if level_of(advantage) != "group":
-        return {}
-    credit = zip(group.graded, advantage(group), strict=True)
-    return {attempt.rollout.id: value for attempt, value in credit if isinstance(value, int | float)}
 
 
 def pool_state(files: ViewedRun, database: PoolDatabase, *, before: int = AFTER_LAST) -> dict[str, Any]:

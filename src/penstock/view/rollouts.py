@@ -1,7 +1,5 @@
 """The screens of a group, a rollout, a call and its tokens, from the records of the pool. Functions return plain JSON values."""
 
-import base64
-import struct
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import islice
@@ -14,14 +12,12 @@ from penstock.chat.tokenizer import Tokenizer
 from penstock.errors import ModelError, PenstockError, RequestError
 from penstock.graders.rubric import VERDICT_FILE, read_verdict_file
 from penstock.models import find_cached
-from penstock.pool.rules import GroupState
 from penstock.pool.sql import reads
 from penstock.pool.sql.database import PoolDatabase
 from penstock.records import Attempt, Node, Step
-from penstock.train.policy_groups import attempt_of
-from penstock.train.sequences import Graph, read_graph, step_masks, why_untrainable
-from penstock.view.overview import advantages_of, policy_advantages
-from penstock.view.queries import group_rows, state_of, trained_version
+from penstock.train.sequences import Graph, read_graph
+from penstock.view.credit import SequenceScores, TrainingCredit, group_credit, rollout_credit
+from penstock.view.queries import state_of, trained_version
 from penstock.view.run_files import ViewedRun
 from penstock.view.texts import REASONS, cut
 
@@ -33,6 +29,7 @@ PROMPT_TOKENS = 300
 NEXT_TOKENS = 40
 """Tokens shown after the place where the attempts of a group part."""
 MAX_ARTIFACTS = 100
+MAX_VERDICT_BYTES = 16 << 20
 MAX_TOKENIZER_BYTES = 128 << 20
 
 
@@ -45,8 +42,7 @@ def group_screen(files: ViewedRun, database: PoolDatabase, group_id: str) -> dic
         (group,) = reads.read_groups(database, [group_id])
     except PenstockError as error:
         raise RequestError(str(error), status=404, code="unknown_group") from error
-    advantages, version = advantages_of(files, group), trained_version(database, group_id)
-    by_policy = policy_advantages(files, group)
+    credit, version = group_credit(files, database, group), trained_version(database, group_id)
     text, paths = TokenTexts.of(files), [_main_path(attempt) for attempt in group.attempts]
     parting = _first_difference([path.ids for path in paths if path.ids])
     return {
@@ -66,8 +62,7 @@ def group_screen(files: ViewedRun, database: PoolDatabase, group_id: str) -> dic
         "attempts": [
             {
                 **_attempt_head(attempt),
-                "advantage": advantages.get(attempt.rollout.id),
-                "policies": {name: found[attempt.rollout.id] for name, found in by_policy.items() if attempt.rollout.id in found},
+                **_attempt_credit(credit[attempt.rollout.id]),
                 "calls": len(attempt.steps),
                 "tokens": sum(step.sampled for step in attempt.steps),
                 "parts_at": None if parting is None else path.step_at(parting),
@@ -81,6 +76,18 @@ def group_screen(files: ViewedRun, database: PoolDatabase, group_id: str) -> dic
             for rollout in reads.list_rollouts(database, group_id)
             if rollout.id not in {attempt.rollout.id for attempt in group.attempts}
         ],
+    }
+
+
+def _attempt_credit(credit: TrainingCredit) -> dict[str, Any]:
+    """Returns the advantage of an attempt; of each of its calls where they differ."""
+    shown = islice(credit.calls.items(), PAGE_CALLS if credit.level in ("call", "token") else 0)
+    return {
+        "advantage": credit.advantage,
+        "policies": credit.policies,
+        "level": credit.level,
+        "credits": [{"call": index, **each._asdict()} for index, each in shown],
+        "unknown": credit.unknown,
     }
 
 
@@ -121,7 +128,7 @@ def rollout_screen(files: ViewedRun, database: PoolDatabase, rollout_id: str, *,
     """Returns a rollout: its end, grades, attempts at the same place, and a page of its calls."""
     attempt = _read(database, rollout_id)
     task = reads.read_task(database, rollout_id)
-    credit = _credit(files, database, attempt)
+    credit = rollout_credit(files, database, attempt)
     calls = [call for call in attempt.steps if call.index >= first]
     nodes = {node.id: node for node in attempt.nodes}
     shown = calls[:PAGE_CALLS]
@@ -131,7 +138,7 @@ def rollout_screen(files: ViewedRun, database: PoolDatabase, rollout_id: str, *,
         "group": attempt.rollout.group_id,
         "channel": attempt.rollout.channel,
         "task": {"id": task.id, "prompt": cut(task.prompt), "label": cut(task.label), "metadata": cut(task.metadata)},
-        "why": why_reward(attempt, credit),
+        "why": why_reward(attempt),
         "grades": [
             {"reward": each.reward, "source": cut(each.source, 500), "transcript": each.transcript, "step": each.step}
             for each in attempt.grades
@@ -153,71 +160,7 @@ def rollout_screen(files: ViewedRun, database: PoolDatabase, rollout_id: str, *,
     }
 
 
-class TrainingCredit(NamedTuple):
-    """What became of a rollout's tokens in training."""
-
-    state: str
-    """Of its group."""
-    version: int | None
-    """The policy version that its group was trained into."""
-    step: int | None
-    advantage: float | None
-    masks: dict[int, str | None]
-    """Per call: why its tokens were not trained; None if they were, or will be."""
-    policies: dict[str, float]
-    """The advantage in each policy's view of the group; empty in a run with one policy."""
-
-    def as_json(self) -> dict[str, Any]:
-        fields = ("state", "version", "step", "advantage", "policies")
-        return {name: getattr(self, name) for name in fields}
-
-    def verdict(self, call: int) -> dict[str, Any]:
-        reason = self.masks.get(call)
-        trained = reason is None and self.state == GroupState.TRAINED
-        if reason is None and not trained:
-            reason = "stale" if self.state == GroupState.STALE else "not_trained"
-        return {
-            "trained": trained,
-            "mask": None if trained else reason,
-            "mask_text": None if trained else REASONS.get(reason or ""),
-        }
-
-
-def _credit(files: ViewedRun, database: PoolDatabase, attempt: Attempt) -> TrainingCredit:
-    group_id, graph = attempt.rollout.group_id, read_graph(attempt)
-    state, version = state_of(database, group_id), trained_version(database, group_id)
-    advantage, step = _advantage(files, database, attempt), files.metrics.step_of(group_id)
-    policies = _policy_advantages(files, database, attempt)
-    recompute = files.setting("train", "unknown_logprobs") == "recompute"
-    if attempt.reward is None:
-        masks: dict[int, str | None] = dict.fromkeys(graph.steps, "ungraded")
-    elif attempt.curated_out:
-        masks = dict.fromkeys(graph.steps, "curated")
-    elif advantage is None:  # computed by a function of the run's own: only what holds at any advantage is known
-        masks = {index: why_untrainable(call, graph) for index, call in graph.steps.items()}
-    else:
-        masks = step_masks(attempt, graph, advantage, recompute=recompute)
-    for policy, value in policies.items():
-        view = attempt_of(attempt, policy)
-        masks |= step_masks(view, read_graph(view), value, recompute=recompute)
-    return TrainingCredit(state, version, step, advantage, masks, policies)
-
-
-def _policy_advantages(files: ViewedRun, database: PoolDatabase, attempt: Attempt) -> dict[str, float]:
-    if not files.config.get("policies"):
-        return {}
-    (group,) = reads.read_groups(database, [attempt.rollout.group_id])
-    name = attempt.rollout.id
-    return {policy: found[name] for policy, found in policy_advantages(files, group).items() if name in found}
-
-
-def _advantage(files: ViewedRun, database: PoolDatabase, attempt: Attempt) -> float | None:
-    """Returns the rollout's advantage; None if its group was not graded, or the run has several policies or its own function."""
-    rows = group_rows(database, [attempt.rollout.group_id])
-    return advantages_of(files, rows[0].group).get(attempt.rollout.id) if rows else None
-
-
-def why_reward(attempt: Attempt, credit: TrainingCredit) -> str:
+def why_reward(attempt: Attempt) -> str:
     """Says in one sentence where the reward comes from, or why there is none."""
     if attempt.end is None:
         return "It is still running."
@@ -277,6 +220,7 @@ def _call_line(step: Step, node: Node, credit: TrainingCredit) -> dict[str, Any]
         "temperature": step.sampling.temperature,
         "logprob": sum(step.logprobs) / len(step.logprobs) if step.logprobs else None,
         "retry": _repeats(step),
+        "advantage": credit.call_json(step.index),
         **credit.verdict(step.index),
     }
 
@@ -322,9 +266,16 @@ def _step(attempt: Attempt, index: int) -> Step:
 
 def _grader_note(folder: Path, rollout_id: str) -> str:
     place = folder / "artifacts" / rollout_id
-    linked = place.is_symlink() or (place / VERDICT_FILE).is_symlink()
-    verdict = read_verdict_file(place) if _is_name(rollout_id) and not linked else None
-    return cut(verdict.explanation) if verdict else ""
+    if not _is_name(rollout_id) or place.is_symlink() or (place / VERDICT_FILE).is_symlink():
+        return ""
+    try:
+        size = (place / VERDICT_FILE).stat().st_size
+    except OSError:
+        return ""
+    if size > MAX_VERDICT_BYTES:
+        return f"({VERDICT_FILE} has {size:,} bytes, too many to be shown)"
+    verdict = read_verdict_file(place)
+    return cut(verdict.explanation) if verdict else f"({VERDICT_FILE} cannot be read)"
 
 
 def _artifacts(folder: Path, rollout_id: str) -> list[str]:
@@ -350,12 +301,11 @@ def tokens_screen(
     """Returns the tokens of a call as the engine saw them, with all that is recorded of each sampled one."""
     attempt = _read(database, rollout_id)
     graph, step = read_graph(attempt), _step(attempt, index)
-    credit, text = _credit(files, database, attempt), TokenTexts.of(files)
+    credit, text = rollout_credit(files, database, attempt), TokenTexts.of(files)
     parts = _path_parts(graph, step)
     total = sum(len(part.ids) for part in parts)
     start = max(0, total - len(step.completion_ids) - PROMPT_TOKENS) if first is None else min(first, total)
     shown = list(islice(_numbered(parts), start, start + MAX_TOKENS))
-    scores = read_scores(files.path, credit.step, rollout_id) if credit.step is not None else None
     texts = text.pieces([each.token for each in shown])
     own = [each.at for each in shown if each.call == index]
     return {
@@ -379,12 +329,12 @@ def tokens_screen(
         if step.full_logprobs is None
         else [step.full_logprobs[at] for at in own if at < len(step.full_logprobs)],
         "versions": [step.versions[at] if at < len(step.versions) else None for at in own],
-        "advantage": credit.advantage,
+        "advantage": credit.calls[index].number if index in credit.calls else credit.advantage,
         "temperature": step.sampling.temperature,
         **credit.verdict(index),
         "flaw": graph.flaws.get(index),
         "credit": credit.as_json(),
-        **_trainer_columns(scores, graph, attempt, credit, index, own),
+        **_trainer_columns(credit.scores.get(index), own),
     }
 
 
@@ -428,11 +378,8 @@ def _numbered(parts: Iterable[PathPart]) -> Iterator[NumberedToken]:
             yield NumberedToken(token, part.call, at)
 
 
-def _trainer_columns(
-    scores: "list[SequenceScores] | None", graph: Graph, attempt: Attempt, credit: TrainingCredit, index: int, own: Sequence[int]
-) -> dict[str, Any]:
+def _trainer_columns(columns: SequenceScores | None, own: Sequence[int]) -> dict[str, Any]:
     """Returns what the trainer computed for the call's tokens; None where that is not recorded."""
-    columns = _align(scores, graph, credit).get(index) if scores else None
     if columns is None or any(at >= len(columns.gap) for at in own):
         return {"gap": None, "entropy": None, "token_advantages": None}
     return {
@@ -440,56 +387,6 @@ def _trainer_columns(
         "entropy": [columns.entropy[at] for at in own],
         "token_advantages": [columns.advantages[at] for at in own],
     }
-
-
-class SequenceScores(NamedTuple):
-    """Of the trained tokens of one sequence, in order."""
-
-    gap: tuple[float, ...]
-    """The trainer's log-probability less the engine's."""
-    entropy: tuple[float, ...]
-    advantages: tuple[float, ...]
-
-
-def _align(scores: "list[SequenceScores]", graph: Graph, credit: TrainingCredit) -> dict[int, SequenceScores]:
-    """Gives each trained call its part of the sequences, which follow the paths of the graph in order."""
-    left = {index for index in graph.steps if credit.masks.get(index) is None}
-    found, remaining = dict[int, SequenceScores](), list(scores)
-    for path in graph.paths:
-        mine = [index for index in path if index in left]
-        if not mine or not remaining:
-            continue
-        left.difference_update(mine)
-        columns, start = remaining.pop(0), 0
-        if len(columns.gap) != sum(len(graph.steps[index].completion_ids) for index in mine):
-            return {}  # it was trained from other records than these
-        for index in mine:
-            span = slice(start, start + len(graph.steps[index].completion_ids))
-            found[index], start = SequenceScores(*(column[span] for column in columns)), span.stop
-    return found
-
-
-def read_scores(folder: Path, step: int, rollout_id: str) -> list[SequenceScores] | None:
-    """Returns what the trainer recorded of a rollout's sequences in a step; None if it recorded nothing."""
-    try:
-        with (folder / "scores" / f"{step:06d}.jsonl").open("rb") as file:
-            lines = [orjson.loads(line) for line in file if line.endswith(b"\n") and rollout_id.encode() in line]
-        return [_sequence_scores(line) for line in lines if line["rollout_id"] == rollout_id] or None
-    except (OSError, ValueError, LookupError, TypeError, struct.error):
-        return None
-
-
-def _sequence_scores(line: dict[str, Any]) -> SequenceScores:
-    gap, entropy = (unpack_halves(line[name]) for name in ("gap", "entropy"))
-    advantages = tuple(value for count, value in line["advantages"] for _ in range(count))
-    if not len(gap) == len(entropy) == len(advantages):
-        raise ValueError("columns of different lengths")
-    return SequenceScores(gap, entropy, advantages)
-
-
-def unpack_halves(text: str) -> tuple[float, ...]:
-    blob = base64.b64decode(text)
-    return struct.unpack(f"<{len(blob) // 2}e", blob)
 
 
 class TokenTexts:

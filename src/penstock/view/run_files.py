@@ -20,6 +20,7 @@ from penstock.errors import ConfigError
 from penstock.pool import POOLS
 from penstock.pool.location import PoolLocation
 from penstock.run.folder import COMPONENT, RunFolder, component_values
+from penstock.run.notices import NoticeCounts
 from penstock.system.checksums import remove_checksum
 from penstock.system.locks import lock_is_held
 
@@ -170,7 +171,7 @@ def _number(value: Any) -> float | None:
 
 
 class AlarmLog:
-    """The events that a person should know of, counted by kind, the newest kept."""
+    """The events that a person should know of, counted by kind, the newest kept; and what gateways did not do as asked."""
 
     KINDS: ClassVar[dict[str, str]] = {
         "record.damaged": "a record is damaged",
@@ -200,16 +201,23 @@ class AlarmLog:
 
     def __init__(self, folder: Path) -> None:
         self._file = GrowingFile(folder / "events.jsonl")
-        self._wanted = re.compile(rb'"kind":"(?:%b)"' % b"|".join(re.escape(kind.encode()) for kind in self.KINDS))
+        self._wanted = re.compile(
+            rb'"kind":"(?:%b)"' % b"|".join(re.escape(kind.encode()) for kind in (*self.KINDS, *NoticeCounts.KINDS))
+        )
         self.counts, self.newest = Counter[str](), deque[dict[str, Any]](maxlen=self.KEPT)
+        self.notices = NoticeCounts()
 
     def refresh(self) -> None:
         again, blocks = self._file.new_blocks()
         if again:
             self.counts.clear()
             self.newest.clear()
+            self.notices.clear()
         for line in (line for block in blocks for line in self._lines(block)):
-            if (event := parse_event(line)) and event["kind"] in self.KINDS:
+            if not (event := parse_event(line)):
+                continue
+            self.notices.add(event)
+            if event["kind"] in self.KINDS:
                 self.counts[event["kind"]] += 1
                 told = event.get("text") or event.get("message") or event.get("reason") or event.get("path") or ""
                 about = event.get("rollout_id") or event.get("group_id") or event.get("step") or ""

@@ -17,7 +17,7 @@ from penstock.rollout.scheduler import run_once
 from penstock.run.folder import open_run_folder
 from penstock.run.inputs import Inputs, check_datasets, check_inputs, read_inputs
 from penstock.run.opening import open_rollout_runner, sampling
-from penstock.train import REGISTRIES
+from penstock.train.algorithm import check_algorithm
 from penstock.workspace.opening import check_kind
 from penstock.workspace.sections import RunKind
 
@@ -28,7 +28,7 @@ def check_project(config: RunConfig, where: str) -> None:
     Loads the agent's code in a separate process; writes nothing and pulls no model.
     """
     problems = Problems()
-    checked = check_inputs(config, problems, REGISTRIES)
+    checked = check_inputs(config, problems, check_algorithm)
     check_datasets(config, checked.agent and checked.agent.columns, problems)
     if not any(key == "model.name" for key, _ in problems.errors):
         with problems.noting("model.name"):
@@ -68,7 +68,7 @@ def dry_run(config: RunConfig, *, kind: RunKind = "eval", listener: Listener = _
     Loads the agent's code in this process, and pulls the model if needed.
     """
     check_kind(config, kind)
-    return asyncio.run(_run_first_task(config, read_inputs(config, listener, registries=REGISTRIES), kind, listener))
+    return asyncio.run(_run_first_task(config, read_inputs(config, listener, check=check_algorithm), kind, listener))
 
 
 async def _run_first_task(config: RunConfig, inputs: Inputs, kind: RunKind, listener: Listener) -> DryRunResult:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 
 from penstock.errors import ConfigError
@@ -63,16 +62,9 @@ PROJECT = """\
 name = "{name}"
 version = "0.1.0"
 requires-python = ">=3.11"
-dependencies = ["penstock[{extras}]>={version}"]
+{note}dependencies = [{packages}]
 """
-PORTABLE_PROJECT = """\
-[project]
-name = "{name}"
-version = "0.1.0"
-requires-python = ">=3.11"
-dependencies = [{packages}]
-"""
-"""Of a rollout that also runs on the Osmosis platform; here `osmosis-ai` is penstock-facades."""
+PENSTOCK_NOTE = "# Penstock is not named: it is installed from a checkout; on the public index that name is another project's.\n"
 PORTABLE_README = """\
 # {name}
 
@@ -159,7 +151,7 @@ def check_name(name: str) -> None:
         raise ConfigError(f"{name!r} is no name for a rollout; use letters, digits, '.', '_' and '-', a letter or digit first")
 
 
-def rollout_files(name: str, *, about: str, code: dict[str, str], extras: str = "local") -> dict[str, str]:
+def rollout_files(name: str, *, about: str, code: dict[str, str], packages: tuple[str, ...] = ("openai",)) -> dict[str, str]:
     """Returns the texts of a rollout's files by path in the workspace; `code` maps its Python files to examples."""
     folder = f"{ROLLOUTS}/{name}"
     paths = {"evals": EVALS, "trainings": TRAININGS, "datasets": DATASETS, "name": name}
@@ -167,7 +159,7 @@ def rollout_files(name: str, *, about: str, code: dict[str, str], extras: str = 
     trained = EXPERIMENT.format(name=name, endpoints="")
     return {
         **{f"{folder}/{file}": read_example(original) for file, original in code.items()},
-        f"{folder}/pyproject.toml": PROJECT.format(name=name, extras=extras, version=metadata.version("penstock")),
+        f"{folder}/pyproject.toml": _project(name, packages, note=PENSTOCK_NOTE),
         f"{folder}/README.md": README.format(about=about, **paths),
         f"{EVALS}/{name}.toml": EVALUATION.format(name=name, experiment=evaluated),
         f"{TRAININGS}/{name}.toml": TRAINING.format(name=name, experiment=trained),
@@ -181,9 +173,13 @@ def portable_files(name: str, *, about: str, code: str, packages: tuple[str, ...
     paths = {"evals": EVALS, "trainings": TRAININGS, "datasets": DATASETS, "name": name}
     return {
         f"{folder}/main.py": read_example(code),
-        f"{folder}/pyproject.toml": PORTABLE_PROJECT.format(name=name, packages=", ".join(f'"{each}"' for each in needed)),
+        f"{folder}/pyproject.toml": _project(name, needed),  # here `osmosis-ai` is penstock-facades
         f"{folder}/README.md": PORTABLE_README.format(about=about, **paths),
     }
+
+
+def _project(name: str, packages: tuple[str, ...], note: str = "") -> str:
+    return PROJECT.format(name=name, packages=", ".join(f'"{each}"' for each in packages), note=note)
 
 
 def read_example(path: str) -> str:
@@ -234,17 +230,17 @@ def _folder_files(toml: str, *names: str, **others: str) -> Callable[[], dict[st
 
 def _workspace_template(name: str, about: str, entry: str, extra: str, portable: str) -> Template:
     code = {"main.py": entry, "agent.py": "multiply/agent.py"}
-    files = partial(rollout_files, name, about=about, code=code, extras=f"local,{extra}")
+    files = partial(rollout_files, name, about=about, code=code, packages=AGENT_PACKAGES[extra])
 
     def portable_form() -> dict[str, str]:
-        own = portable_files(name, about=about, code=portable, packages=PORTABLE_PACKAGES[extra])
+        own = portable_files(name, about=about, code=portable, packages=AGENT_PACKAGES[extra])
         return {path: text for path, text in files().items() if not path.endswith("/agent.py")} | own
 
     title = f"a workspace: {about[:1].lower()}{about[1:]}"
     return Template(about=title, files=files, extra=extra, rollout=name, portable=portable_form)
 
 
-PORTABLE_PACKAGES = {"strands": ("strands-agents",), "openai-agents": ("openai-agents",)}
+AGENT_PACKAGES = {"strands": ("strands-agents", "openai"), "openai-agents": ("openai-agents",)}
 
 
 TEMPLATES = {

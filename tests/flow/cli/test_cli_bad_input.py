@@ -136,6 +136,21 @@ def test_a_part_that_does_not_exist(key, refused):
     assert "unknown" in refused("train", "train.toml", "--set", f"{key}=zzz")
 
 
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (("train.advantage_settings={k=2}",), "'grpo' has no settings of its own"),
+        (("train.advantage='pass_at_k'", "train.advantage_settings={kk=2}"), "did you mean 'k'?"),
+        (("train.loss='gspo'", "train.clip_low=0.1"), "train.clip_low is a setting of train.loss = 'clip'"),
+        (("train.optimizer='muonn'",), "did you mean 'muon'?"),
+        (("train.optimizer_settings={beta=2}",), "adamw has no setting 'beta'"),
+    ],
+)
+def test_settings_of_the_algorithm_are_checked_before_a_model_is_fetched(overrides, says, refused):
+    given = [word for override in overrides for word in ("--set", override)]
+    assert says in refused("train", "train.toml", *given)
+
+
 def test_taken_port(refused):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

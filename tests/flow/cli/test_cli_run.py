@@ -19,7 +19,6 @@ from cli_cases import ENDLESS, ENGINE, environment, penstock
 from penstock.pool.sqlite import SqlitePool
 from penstock.records import Attempt
 from penstock.testing import write_tokenizer
-from penstock.view.export import write_report
 
 TALK = """
     import sys
@@ -74,10 +73,14 @@ def test_a_program_without_a_call_is_told_how_to_reach_the_gateway(tmp_path):
 
 
 def test_the_report_of_a_recording_shows_it(tmp_path):
-    ran(tmp_path, TALK)
-    page = asyncio.run(write_report(tmp_path / "run")).read_text()
-    assert "Chosen among all recorded rollouts." in page
-    assert "And?" in page
+    summary = json.loads(ran(tmp_path, TALK, "--json").stderr)
+    written = subprocess.run(penstock("report", tmp_path / "run"), capture_output=True, text=True, timeout=60, env=environment())
+    assert (written.returncode, written.stderr) == (0, "")
+    page = Path(written.stdout.strip()).read_text()
+    assert "Chosen among all recorded rollouts." in page and "And?" in page
+    assert "a recording, nothing was trained" in page and "calls<b>2</b>" in page and "exact tokens<b>100 %</b>" in page
+    assert f"100 % of {summary['sampled_tokens']} sampled tokens are exact" in page
+    assert "training reward" not in page.partition("<script")[0] and "not finished" not in page.partition("<script")[0]
 
 
 def test_input_output_and_exit_code_are_the_commands(tmp_path):

@@ -94,6 +94,18 @@ def test_named_parts_of_the_reward_are_told_with_an_evaluation(project, capsys):
     assert "component.format\t0.25\t" in capsys.readouterr().out
 
 
+def test_what_was_not_done_as_asked_stands_in_every_form_of_the_summary_and_in_the_report(project, capsys):
+    (project / "eval.toml").write_text(CONFIG + "sampling.max_tokens = 2\n")
+    found = result(capsys, "run", "eval.toml")
+    assert found["notices"] == {"capped:max_tokens": 4, "finish:length": 4}
+    assert json.loads((Path(found["folder"]) / "summary.json").read_text())["notices"] == found["notices"]
+    page = Path(found["report"]).read_text()
+    assert "<h2>What was not done as agents asked</h2>" in page and "finish:length" in page
+    run(["eval", "run", "eval.toml"])
+    assert "not done    calls: 4 capped:max_tokens, 4 finish:length" in capsys.readouterr().out
+    assert lines(capsys, "run", "eval.toml")["not_done.finish:length"][0] == "4"
+
+
 def test_an_evaluation_reads_its_dataset_once_and_makes_no_training_scheduler(project, capsys, monkeypatch):
     opened, plain_open = list[Path](), Path.open
 

@@ -158,8 +158,14 @@ def test_two_processes_share_the_work_and_tell_it_in_one_file(project: Path) -> 
     assert ends(told) == stored() == {f"eval-{n}.0.1": "completed" for n in range(ROWS)}
     assert len({pid for pid, _ in ledger()}) == 2 and len(ledger()) == ROWS
     assert [fields["text"] for kind, fields in told if kind == "stage"].count("loading tiny") == 1
+    assert found.notices == {}
     said = "".join((project / f"runs/evals/shared/process-{n}.log").read_text() for n in range(2))
     assert all(f"eval-{n}.0.1 reads ''" in said for n in range(ROWS))
+
+
+def test_what_was_not_done_as_asked_is_summed_up_over_all_processes(project: Path) -> None:
+    found, _ = evaluated("sampling.max_tokens=2")
+    assert found.notices == {"capped:max_tokens": ROWS, "finish:length": ROWS}
 
 
 @pytest.mark.slow

@@ -2,9 +2,13 @@
 
 import asyncio
 import contextlib
+import os
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from framework_cases import TASK, call, engine
@@ -192,3 +196,25 @@ def test_an_agent_that_awaits_is_not_told_of():
 
     trial = Trial(run, "42")
     assert (trial.ends, trial.blocked_at, trial.attempts[0].rollout.attempt) == ([End.COMPLETED], [], 1)
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/schedstat").exists(), reason="this system does not tell how long a thread waited for a core"
+)
+def test_time_in_which_other_programs_have_the_core_is_no_block():
+    cores, spin = os.sched_getaffinity(0), [sys.executable, "-c", "while True: pass"]
+    one_core = {min(cores)}
+    busy = [subprocess.Popen(spin, preexec_fn=lambda: os.sched_setaffinity(0, one_core)) for _ in range(4)]
+    try:
+        os.sched_setaffinity(0, one_core)
+        thread = threading.current_thread()
+        wall, own, worked = time.monotonic(), loop_watchdog.own_time(thread), time.thread_time()
+        while time.thread_time() - worked < 0.2:
+            pass
+        waited = time.monotonic() - wall - 0.2
+        assert waited > 0.2 and loop_watchdog.own_time(thread) - own - 0.2 < waited / 2
+    finally:
+        os.sched_setaffinity(0, cores)
+        for process in busy:
+            process.kill()
+            process.wait()

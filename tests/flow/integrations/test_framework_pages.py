@@ -1,14 +1,21 @@
 """The agents on the frameworks' pages run as they stand there."""
 
+import json
+import os
 import re
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
-from cli_cases import ENGINE, ran
+from cli_cases import ran
 from framework_cases import call, outcome_of
 
+from penstock.cli.app import run
 from penstock.records import End
 from penstock.sdk.discovery import load_agent
+from penstock.train.stalled import NOTHING_LEARNED
 
 DOCS = Path(__file__).parents[3] / "docs"
 GRADER = """
@@ -35,6 +42,14 @@ SCRIPTS = {
 }
 
 
+SMALL = [
+    part
+    for setting in ("model.name=tiny", "train.steps=1", "rollout.groups_per_step=1", "sampling.max_tokens=24")
+    for part in ("--set", setting)
+]
+"""For `make test`: no download, and few tokens."""
+
+
 def python_blocks(page):
     return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
 
@@ -52,17 +67,49 @@ def test_every_agent_on_the_page_runs_and_gets_its_reward(tmp_path, page, place,
     assert done.attempt.reward == 1.0
 
 
-@pytest.mark.slow  # each imports its framework, in a process of its own
-@pytest.mark.parametrize("page", [*SCRIPTS, "openai-agents.md"])
-def test_the_first_agent_of_a_page_runs_with_its_tasks_config_and_commands(tmp_path, page):
+def printed(page, folder, code):
+    """Writes a block of the page, and its tasks and config, into a folder; returns the page's commands."""
     text = (DOCS / page).read_text()
-    for kind, name in (("python", "agent.py"), ("json", "tasks.jsonl"), ("toml", "train.toml")):
-        (tmp_path / name).write_text(re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL)[0])
+    (folder / "agent.py").write_text(code if "Grader" in code else code + GRADER)
+    for kind, name in (("json", "tasks.jsonl"), ("toml", "train.toml")):
+        (folder / name).write_text(re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL)[0])
     [commands] = re.findall(r"```\n(penstock train train\.toml.*?)```", text, re.DOTALL)
-    lines = [line.partition("#")[0].split() for line in commands.splitlines()]
-    assert [line[1:] for line in lines] == [["train", "train.toml", "--dry-run"], ["train", "train.toml"]]
-    done = ran(*lines[0][1:], "--set", "model.name=tiny", "--set", f"engine.name={ENGINE}", cwd=tmp_path)  # no download
-    assert done.returncode == 0 and "rollout     completed" in done.stdout, (done.stdout, done.stderr)
+    return [line.partition("#")[0].split()[1:] for line in commands.splitlines()]
+
+
+@pytest.mark.parametrize("page", [*SCRIPTS, "openai-agents.md"])
+def test_a_page_says_how_to_install_all_that_its_commands_need(page):
+    [extras, *_] = re.findall(r"pip install -e '\.\[([\w,-]+)\]'", (DOCS / page).read_text())
+    known = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert "local" in extras.split(",") and set(extras.split(",")) <= known.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [*SCRIPTS, "openai-agents.md"])
+def test_the_first_agent_of_a_page_trains_with_its_tasks_config_and_commands(tmp_path, page, monkeypatch, capsys):
+    check, train = printed(page, tmp_path, python_blocks(page)[0])
+    monkeypatch.chdir(tmp_path)
+    assert run([*check, *SMALL]) == 0
+    assert "rollout     completed" in capsys.readouterr().out and not (tmp_path / "runs").exists()
+    assert run([*train, *SMALL]) in (0, NOTHING_LEARNED)
+    summary = json.loads((tmp_path / "runs/run/summary.json").read_text())
+    assert (summary["steps"], summary["ends"], summary["shortfalls"]["ungraded"]["count"]) == (1, {"completed": 4}, 0)
+
+
+@pytest.mark.skipif(os.environ.get("PENSTOCK_NEWCOMER") != "1", reason="takes the real model, and minutes: make test-newcomer")
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize(
+    ("page", "place"),
+    [(page, place) for page in [*SCRIPTS, "openai-agents.md"] for place in range(len(python_blocks(page)))],
+)
+def test_every_agent_of_a_page_trains_as_printed(tmp_path, page, place):
+    for command in printed(page, tmp_path, python_blocks(page)[place]):
+        done = subprocess.run(
+            [sys.executable, "-m", "penstock", *command], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert done.returncode in (0, NOTHING_LEARNED) and "Traceback" not in done.stderr, (command, done.stdout, done.stderr)
+    ends = json.loads((tmp_path / "runs/run/summary.json").read_text())["ends"]
+    assert ends["completed"] >= 1, ends
 
 
 STRUCTURED = """

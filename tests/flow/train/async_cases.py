@@ -31,7 +31,7 @@ from penstock.train.run import train
 from penstock.train.summary import Summary
 
 HERE = Path(__file__).parent / "async_run"
-DEADLINE_S = 60.0
+DEADLINE_S = 180.0
 CONFIG = """
 [run]
 name = "run"
@@ -60,6 +60,7 @@ class PacedEngine(ScriptedEngine):
     """Says the rollout's place, one token at a time, each as `waits` lets it; remembers what version each was sampled under."""
 
     waits: Waits
+    says: Callable[[str, int], str]
     held: dict[tuple[str, tuple[int, ...]], list[tuple[int, ...]]]
     """Of each reply: the versions of its tokens, by rollout and prompt."""
     changed: asyncio.Condition
@@ -72,7 +73,7 @@ class PacedEngine(ScriptedEngine):
         self.prompts.append(tuple(prompt_ids))
         self.samplings.append(replace(sampling, stop_ids=()))
         self.callers.append(rollout_id)
-        ids = [*self.tokenizer.encode(f"at {rollout_id.split('.')[1]}"), *self.tokenizer.eos_ids[:1]]
+        ids = [*self.tokenizer.encode(self.says(rollout_id, self.version)), *self.tokenizer.eos_ids[:1]]
         versions: list[int] = []
         for place, token_id in enumerate(ids):
             if waits := self.waits(rollout_id, place):
@@ -113,6 +114,8 @@ class Watched:
         """When to ask it to stop."""
         self.engine: PacedEngine
         self.engine_waits: Waits = lambda rollout_id, place: None
+        self.engine_says: Callable[[str, int], str] = lambda rollout_id, version: f"at {rollout_id.split('.')[1]}"
+        """The replies of a rollout under a version."""
         self.loss_waits: Callable[[], None] = lambda: None
         """Called in the learner's thread, in the middle of an update."""
         if not (folder / "model").exists():
@@ -165,7 +168,7 @@ def open_engine(
     """Named by the config."""
     engine = Watched.current.engine = PacedEngine([], Tokenizer.load(folder), model=name)
     engine.waits, engine.held, engine.changed = Watched.current.engine_waits, {}, asyncio.Condition()
-    engine.callers = []
+    engine.callers, engine.says = [], Watched.current.engine_says
     return engine
 
 

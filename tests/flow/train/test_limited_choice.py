@@ -3,6 +3,7 @@
 import asyncio
 import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,10 +13,11 @@ from test_tree_forward import TreeLearner
 from training_cases import VOCAB, compute, gradients, make_decoder, random_tree, section
 
 from penstock.chat.renderer import Renderer
+from penstock.codec import from_json, to_json
 from penstock.config import EmbeddedSection
 from penstock.engines.embedded.decoder import causal
 from penstock.engines.embedded.engine import open_engine
-from penstock.engines.embedded.token_sets import pack_set, unpack_sets
+from penstock.engines.token_sets import pack_set, unpack_sets
 from penstock.models.pull import resolve
 from penstock.records import Attempt, End, Grade, Group, Node, ReplyFormat, Sampling, Sequence, Step, Task, make_rollout
 from penstock.train.allowed import AllowedReplay
@@ -87,18 +89,19 @@ def test_log_probabilities_of_limited_choices_by_hand():
 SAMPLINGS = (Sampling(max_tokens=60), Sampling(max_tokens=60, temperature=0.7), Sampling(max_tokens=60, temperature=1.4))
 
 
-async def sampled_group(model: str, samplings=SAMPLINGS) -> tuple[Group, AllowedReplay, object]:
-    """A group whose replies were sampled by a model under a schema; with what replays them, and the decoder."""
-    pytest.importorskip("llguidance")
+async def sampled_group(model: str, samplings=SAMPLINGS, *, grammar: bool = True) -> tuple[Group, AllowedReplay, object]:
+    """A group whose replies were sampled by a model, under a schema if asked; with what replays them, and the decoder."""
+    if grammar:
+        pytest.importorskip("llguidance")
     folder = (await asyncio.to_thread(resolve, model, lambda *_: None)).path
     renderer = Renderer.load(folder)
     engine = open_engine(folder, name=model, section=EmbeddedSection(device="cpu"), seed=0, decode=renderer.tokenizer.decode)
     prompt = renderer.root([{"role": "user", "content": "Some JSON, please."}])
-    grammar = renderer.reply_grammar(ReplyFormat(schema=SCHEMA), (), frozenset(), prompt=prompt)
+    schema = renderer.reply_grammar(ReplyFormat(schema=SCHEMA), (), frozenset(), prompt=prompt) if grammar else None
     attempts: list[Attempt] = []
     try:
         for place, sampling in enumerate(samplings):
-            asked = replace(sampling, grammar=grammar, stop_ids=renderer.stop_ids, seed=place)
+            asked = replace(sampling, grammar=schema, stop_ids=renderer.stop_ids, seed=place)
             chunks = [chunk async for chunk in engine.generate(prompt, asked)]
             rollout = make_rollout("g", "t", place)
             node = Node(rollout_id=rollout.id, id=0, parent=None, token_ids=tuple(prompt), chain="a", messages=())
@@ -111,6 +114,7 @@ async def sampled_group(model: str, samplings=SAMPLINGS) -> tuple[Group, Allowed
                 logprobs=tuple(x for chunk in chunks for x in chunk.logprobs),
                 full_logprobs=tuple(x for chunk in chunks for x in chunk.full_logprobs),
                 versions=tuple(v for chunk in chunks for v in chunk.versions),
+                kept=tuple(each for chunk in chunks for each in chunk.kept),
                 sampling=asked,
                 finish=chunks[-1].finish or "error",
                 message={"role": "assistant", "content": ""},
@@ -125,19 +129,56 @@ async def sampled_group(model: str, samplings=SAMPLINGS) -> tuple[Group, Allowed
         await engine.close()
 
 
-@pytest.mark.parametrize("model", ["tiny", pytest.param("smollm2-135m", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("model", ["tiny", pytest.param("smollm2-135m", marks=[pytest.mark.slow, pytest.mark.soak])])
 def test_engine_and_trainer_agree_on_constrained_log_probabilities(model: str):
     group, replay, decoder = asyncio.run(sampled_group(model))
     made = sequences(group, [1.0, -1.0, 0.5], replay=replay)
     assert made.counts["tokens"] == sum(len(attempt.steps[0].completion_ids) for attempt in group.attempts)
-    batch = pack(made.sequences, rollouts=3, tokens_per_pass=1024)
+    assert largest_gap(decoder, made.sequences) < 1e-3  # as `penstock verify` asks in float32
+
+
+TRUNCATED = (
+    Sampling(max_tokens=40, top_p=0.9),
+    Sampling(max_tokens=40, top_k=12, temperature=0.8),
+    Sampling(max_tokens=40, min_p=0.02, temperature=1.3),
+)
+
+
+@pytest.mark.parametrize("model", ["tiny", pytest.param("smollm2-135m", marks=[pytest.mark.slow, pytest.mark.soak])])
+@pytest.mark.parametrize("grammar", [False, True])
+def test_engine_and_trainer_agree_on_truncated_log_probabilities(model: str, grammar: bool):
+    group, _, decoder = asyncio.run(sampled_group(model, TRUNCATED, grammar=grammar))
+    steps = [attempt.steps[0] for attempt in group.attempts]
+    assert all(len(step.kept) == len(step.completion_ids) for step in steps)
+    assert from_json(Step, to_json(steps[0])) == steps[0]
+    made = sequences(group, [1.0, -1.0, 0.5])  # what was kept is in the record: nothing is replayed
+    assert made.counts["tokens"] == sum(len(step.completion_ids) for step in steps)
+    assert largest_gap(decoder, made.sequences) < 1e-3  # as `penstock verify` asks in float32
+    whole = [replace(one, allowed=()) for one in made.sequences]
+    assert largest_gap(decoder, whole) > 0.05  # which the whole vocabulary is not
+
+
+def test_a_token_outside_of_what_was_kept_is_masked():
+    group, _, _ = asyncio.run(sampled_group("tiny", TRUNCATED, grammar=False))
+    [step] = group.attempts[0].steps
+    wrong = replace(step, kept=(pack_set(np.zeros(1000, np.bool_)), *step.kept[1:]))
+    attempts = (replace(group.attempts[0], steps=(wrong,)), *group.attempts[1:])
+    assert sequences(replace(group, attempts=attempts), [1.0, -1.0, 0.5]).counts["masked.not_allowed"] == 1
+    short = replace(step, kept=step.kept[1:])
+    attempts = (replace(group.attempts[0], steps=(short,)), *group.attempts[1:])
+    assert sequences(replace(group, attempts=attempts), [1.0, -1.0, 0.5]).counts["masked.misaligned"] == 1
+
+
+def largest_gap(decoder: Any, made: list[Sequence]) -> float:
+    """The largest difference between recorded and recomputed log-probabilities."""
+    batch = pack(made, rollouts=3, tokens_per_pass=1024)
     worst = 0.0
     for pass_set in batch.pass_sets:
         trunk = trunk_states(decoder, pass_set.trunk)
         for one in pass_set.passes:
             values = pass_logprobs(decoder, one, trunk, flat=False).tolist()
             worst = max(worst, *(abs(value - term.logprob) for value, term in zip(values, one.terms, strict=True)))
-    assert worst < 1e-3  # as `penstock verify` asks in float32
+    return worst
 
 
 def test_what_cannot_be_replayed_is_masked_and_counted():

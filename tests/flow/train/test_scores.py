@@ -2,17 +2,20 @@
 
 import asyncio
 import json
+import shutil
 import threading
 
 import pytest
+from async_cases import Watched
 from training_cases import make_decoder, plain_logprobs, random_tree, section
+from view_cases import Screens
 
 from penstock.train import scores as scores_module
 from penstock.train.batches import pack
 from penstock.train.learner import Learner
 from penstock.train.loop import LearnerUpdate
 from penstock.train.scores import MOST_TOKENS, ScoreWriter, score_lines, write_scores
-from penstock.view.rollouts import read_scores
+from penstock.view.credit import read_scores
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -23,7 +26,7 @@ def test_scores_are_those_of_the_plain_forward_pass_whatever_the_layout(shared, 
     write_scores(tmp_path, 7, {"": LearnerUpdate(batch, learner.compute(batch))})
     for rollout in {sequence.rollout_id for sequence in tree}:
         own = [sequence for sequence in tree if sequence.rollout_id == rollout]
-        found = read_scores(tmp_path, 7, rollout)
+        found = read_scores(tmp_path, 7, [rollout])[rollout]
         assert len(found) == len(own)
         for sequence, scores in zip(own, found, strict=True):
             places = [at for at, trained in enumerate(sequence.trained) if trained]
@@ -79,3 +82,19 @@ def test_training_goes_on_while_scores_are_written_and_all_are_written_at_its_en
         assert written == [1, 2]
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("advantage", ["rewards_to_go", "reinforce_pp", "gae"])
+def test_the_dashboard_shows_the_credit_that_a_run_trained_with(advantage, tmp_path):
+    run = Watched(tmp_path, f'train.advantage="{advantage}"', "train.steps=1")
+    run.train()
+    screens = Screens(tmp_path / "runs")
+    [attempt, *_] = screens.get("group", run="run", group="train-0")["attempts"]
+    told = [screens.get("tokens", run="run", rollout=attempt["id"], call=call) for call in (0, 1)]
+    assert all(each["trained"] and any(each["token_advantages"]) for each in told)
+    levels = {"rewards_to_go": "call", "reinforce_pp": "rollout", "gae": "token"}
+    assert attempt["level"] == levels[advantage]
+    if advantage == "rewards_to_go":  # computed again, it is the same
+        before = attempt["credits"]
+        shutil.rmtree(tmp_path / "runs/run/scores")
+        assert screens.get("group", run="run", group="train-0")["attempts"][0]["credits"] == before

@@ -10,14 +10,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from training_cases import make_decoder, section
+from training_cases import SHAPE, make_decoder, section
 from verify_cases import add_group, alter, make_run
 
 from penstock.cli import app as edge
 from penstock.cli.verify import as_object
 from penstock.config import EngineSection, load_config
 from penstock.engines.embedded.engine import open_engine
+from penstock.engines.token_sets import pack_set, unpack_sets
 from penstock.pool.sqlite import SqlitePool
 from penstock.records import Group, PolicyVersion, Step
 from penstock.run.inputs import read_inputs
@@ -131,13 +133,26 @@ def test_one_changed_logprob_is_named_with_its_token(capsys, run, place):
 
 
 @pytest.mark.parametrize("place", [2, 3])
-def test_what_was_truncated_or_greedy_is_checked_by_the_plain_softmax(capsys, run, place):
+def test_greedy_tokens_and_those_of_an_unknown_choice_are_checked_by_the_plain_softmax(capsys, run, place):
     def change(step: Step) -> Step:
         assert step.full_logprobs is not None
-        return replace(step, full_logprobs=(step.full_logprobs[0] - 0.01, *step.full_logprobs[1:]))
+        return replace(step, kept=(), full_logprobs=(step.full_logprobs[0] - 0.01, *step.full_logprobs[1:]))
 
     alter(run, f"train-0.{place}.1", 0, change)
     assert named(found(capsys, run)) == [(f"train-0.{place}.1", 0, "logprob_differs")]
+
+
+def test_truncated_tokens_are_checked_among_those_that_were_kept(capsys, run):
+    def another(step: Step) -> Step:
+        own = unpack_sets(step.kept, SHAPE.vocab_size)[0]
+        own[np.flatnonzero(~own)[:20]] = True
+        return replace(step, kept=(pack_set(own), *step.kept[1:]))
+
+    alter(run, "train-0.2.1", 0, lambda step: replace(step, logprobs=(step.logprobs[0] - 0.01, *step.logprobs[1:])))
+    alter(run, "train-1.2.1", 1, another)
+    alter(run, "train-1.2.1", 2, lambda step: replace(step, kept=(pack_set(np.arange(SHAPE.vocab_size) < 0), *step.kept[1:])))
+    expected = [("train-0.2.1", 0, "logprob_differs"), ("train-1.2.1", 1, "logprob_differs"), ("train-1.2.1", 2, "not_allowed")]
+    assert sorted(named(found(capsys, run))) == expected
 
 
 def test_a_wrong_version_is_found(capsys, run):

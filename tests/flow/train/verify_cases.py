@@ -138,6 +138,7 @@ async def _reply(engine: Engine, node: Node, sampling: Sampling, *, index: int, 
             logprobs=step.logprobs + part.logprobs,
             full_logprobs=(step.full_logprobs or ()) + part.full_logprobs,
             versions=step.versions + part.versions,
+            kept=step.kept + part.kept,
             finish=part.finish or "stop",
         )
     same = step.full_logprobs == step.logprobs

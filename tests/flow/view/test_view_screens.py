@@ -1,40 +1,17 @@
 """The dashboard's screens as JSON, over HTTP routes without a socket: of finished, crashed, copied and PostgreSQL runs."""
 
-import asyncio
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-import httpx2 as httpx
 import pytest
 from postgres_server import server_url
-from view_cases import HOSTILE, make_evaluation, make_run, metrics
+from view_cases import HOSTILE, Screens, make_evaluation, make_run, metrics
 
 from penstock.run.folder import RunFolder
-from penstock.view.app import HEADERS, make_view_app
-from penstock.view.sources import FolderSource
-
-
-class Screens:
-    """Asks for screens of the runs below a folder."""
-
-    def __init__(self, place: Path, **more) -> None:
-        self.app = make_view_app(FolderSource(place), names=frozenset({"localhost"}), **more)
-
-    def ask(self, path: str, *, headers=None, **params) -> httpx.Response:
-        async def send() -> httpx.Response:
-            transport = httpx.ASGITransport(app=self.app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-                return await client.get(path, params=params or None, headers=headers)
-
-        return asyncio.run(send())
-
-    def get(self, name: str, **params):
-        answer = self.ask(f"/api/{name}", **params)
-        assert answer.status_code == 200, answer.text
-        return answer.json()
+from penstock.view.app import HEADERS
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +33,7 @@ def test_runs_are_listed_with_their_reward_and_status(screens):
     assert set(found) == {"run", "before", "after"}
     run = found["run"]
     assert (run["kind"], run["status"], run["model"], run["step"], run["steps"]) == ("train", "finished", HOSTILE, 3, 3)
-    assert run["spark"] == [0.5, 0.5, 0.5] and found["before"]["kind"] == "eval"
+    assert run["spark"] == [0.5, 0.5, 0.5] and (found["before"]["kind"], found["before"]["reward"]) == ("eval", 0.5)
 
 
 def test_a_run_shows_what_was_lost_and_why(screens):
@@ -151,6 +128,12 @@ def test_the_pool_shows_the_ledger_and_that_each_group_is_in_it_once(screens):
     told = screens.get("pool", run="run")
     assert told["check"] == {"lines": 6, "groups": 6, "trained": 6, "is_exact": True}
     assert [line["group_id"] for line in told["ledger"]] == [f"train-{n}" for n in (5, 4, 3, 2, 1, 0)]
+
+
+def test_what_was_not_done_as_asked_is_shown_of_runs_and_evaluations(screens):
+    assert screens.get("run", run="run")["lost"]["notices"] == {f"ignored:{HOSTILE}": 1}
+    listed = {each["id"]: each["notices"] for each in screens.get("evals")["evaluations"]}
+    assert listed["before"] == {"finish:length": 2, f"ignored:{HOSTILE}": 1}
 
 
 def test_evaluations_are_compared_by_task_worst_regression_first(screens):

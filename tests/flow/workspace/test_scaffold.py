@@ -6,6 +6,7 @@ import pytest
 
 from penstock.cli.app import run
 from penstock.config import make_config
+from penstock.controller.environments import requirements
 from penstock.errors import ConfigError
 from penstock.sdk.dataset import load_tasks
 from penstock.sdk.discovery import open_agent
@@ -100,6 +101,16 @@ def test_the_doctor_leaves_other_folders_alone_and_refuses_none(tmp_path, capsys
     (tmp_path / "data").write_text("in the way")
     assert run(["doctor", str(tmp_path), "--fix"]) == 2
     assert "cannot be made" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", WORKSPACES)
+def test_a_project_asks_for_packages_that_are_published_under_their_names(tmp_path, name):
+    apply_template(tmp_path, name)
+    init_rollout(make_workspace(tmp_path), "mine")
+    asked = {file.parent.name: requirements(file.parent) for file in tmp_path.glob("rollouts/*/pyproject.toml")}
+    packages = {"multiply-local-strands": ["strands-agents", "openai"], "multiply-local-openai": ["openai-agents"]}
+    assert asked == {name: packages[name], "mine": ["openai"]}
+    assert "from a checkout" in (tmp_path / "rollouts/mine/pyproject.toml").read_text()
 
 
 @pytest.mark.parametrize("name", WORKSPACES)

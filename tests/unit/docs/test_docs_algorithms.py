@@ -9,9 +9,11 @@ import pytest
 from pydantic import BaseModel
 
 from penstock.registry import Registry
-from penstock.train import REGISTRIES
+from penstock.train.advantages import ADVANTAGES
 from penstock.train.algorithm import settings_of
+from penstock.train.losses import LOSSES
 
+REGISTRIES = {"train.advantage": ADVANTAGES, "train.loss": LOSSES}
 PAGE = Path(__file__).parents[3] / "docs" / "algorithms.md"
 
 

@@ -16,7 +16,7 @@ LOGITS = torch.tensor([[math.log(p) for p in (0.1, 0.4, 0.2, 0.3)]])
 
 
 def drawn(sampling: Sampling, uniform: float) -> tuple[int, float, float]:
-    ids, logprobs, full = sample(LOGITS, [sampling], [uniform])
+    ids, logprobs, full, _ = sample(LOGITS, [sampling], [uniform])
     return int(ids[0]), math.exp(logprobs[0]), math.exp(full[0])
 
 
@@ -68,7 +68,7 @@ def test_a_token_without_probability_is_never_drawn():
     logits = torch.full((1, 1000), -torch.inf)
     logits[0, [3, 700]] = 0.0
     for uniform in (0.0, 0.49999, 0.5, 0.99999, math.nextafter(1.0, 0.0)):
-        ids, logprobs, _ = sample(logits, [Sampling()], [uniform])
+        ids, logprobs, *_ = sample(logits, [Sampling()], [uniform])
         assert int(ids[0]) in (3, 700)
         assert math.exp(logprobs[0]) == pytest.approx(0.5)
 

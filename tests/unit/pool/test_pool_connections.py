@@ -72,6 +72,21 @@ def test_a_writer_goes_on_after_a_connection_that_broke_with_the_commit_and_with
     play(steps)
 
 
+def test_a_write_after_a_shared_commit_waits_for_others_only_while_the_event_loop_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.pool.writer.GATHER_S", 300.0)
+
+    async def steps() -> None:
+        writer = Writer(Breaking(), explain)  # type: ignore[arg-type]
+        kind = BatchOperation("any", lambda *_: None, lambda *_: True)
+        writer._last_batch = 8  # pyright: ignore[reportPrivateUsage]
+        await asyncio.gather(writer.store(kind, 1), writer.store(kind, 2), writer.store(kind, 3))
+        assert writer._last_batch == 3  # pyright: ignore[reportPrivateUsage]
+        await writer.store(kind, 4)
+        await writer.close()
+
+    play(steps)
+
+
 def test_a_reader_goes_on_after_connections_that_broke_with_the_last_statement() -> None:
     async def steps() -> None:
         databases = [Breaking("ROLLBACK"), Breaking("ROLLBACK")]

@@ -93,6 +93,22 @@ def test_clients_made_from_a_shared_one_use_its_connections():
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("package", ["openai", "anthropic"])
+def test_clients_of_one_gateway_are_copies_that_share_nothing_of_their_rollouts(package: str):
+    async def main():
+        clients = Clients()
+        url, name = "http://a/v1", {"openai": "chat", "anthropic": "messages"}[package]
+        contexts = [RolloutContext(base_url=url, api_key=key, rollout_id=key, clients=clients) for key in ("k1", "k2")]
+        first, second = (getattr(context, package)() for context in contexts)
+        assert getattr(first, name)._client is first and getattr(second, name)._client is second
+        assert [one.api_key for one in (first, second)] == ["k1", "k2"]
+        assert [one.default_headers["x-rollout-id"] for one in (first, second)] == ["k1", "k2"]
+        assert first._platform is second._platform is not None  # else each would find it out in a thread
+        await clients.close()
+
+    asyncio.run(main())
+
+
 def test_another_event_loop_gets_connections_of_its_own():
     """Connections belong to the loop they were opened in: a workflow that runs a second loop in a thread must not use them."""
 

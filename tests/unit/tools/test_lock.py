@@ -80,13 +80,14 @@ def test_install_takes_the_lock_where_it_fits_and_the_constraints_elsewhere(fits
 
 
 def test_no_command_of_ours_fetches_penstock_from_the_index() -> None:
-    """There the name is another project's. An extra of what is installed fetches only what it lacks."""
+    """There the name is another project's, with and without an extra."""
     files = [
         *ROOT.glob("*.md"),
         *ROOT.glob("docs/**/*.md"),
         *ROOT.glob("facades/*.md"),
         *ROOT.glob("src/**/*.py"),
         *ROOT.glob("facades/src/**/*.py"),
+        *ROOT.glob("examples/**/*.toml"),
     ]
-    fetching = re.compile(r"pip install [^\n`]*(?:penstock-facades|(?<![\w./])penstock(?![\w\[/]))")
+    fetching = re.compile(r"penstock\[|(?:pip|pipx|uv tool) install [^\n`]*(?:penstock-facades|(?<![\w./])penstock(?![\w/]))")
     assert {str(file): found for file in files if (found := fetching.findall(file.read_text()))} == {}

@@ -50,6 +50,16 @@ def test_rewards_that_differ_without_an_update_point_at_what_was_masked():
     assert "all rewards equal" not in why
 
 
+def test_rollouts_that_mostly_failed_are_named_with_their_commonest_reason():
+    failed = {"failed": {"count": 6, "reason": "agent_error: workflow 'Multiply': no tool"}}
+    why = why_idle([entry(0, 0.0, 0.0, equal=1, rollouts=8, shortfalls=failed)] * 2)
+    assert "12 of 16 rollouts failed, and the rewards of the others are equal" in why
+    assert "(commonest: agent_error: workflow 'Multiply': no tool); mend the agent" in why
+    assert "16 of 16 rollouts failed (commonest" in why_idle(
+        [entry(0, equal=0, rollouts=16, shortfalls={"failed": {"count": 16, "reason": "x"}})]
+    )
+
+
 def test_the_replies_of_a_step_are_the_best_the_worst_and_the_commonest():
     found = reply_examples([attempt(0, 0.0, "no"), attempt(1, 1.0, "42"), attempt(2, 0.0, "no"), attempt(3, None, "lost")])
     assert found["replies"] == {

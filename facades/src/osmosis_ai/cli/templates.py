@@ -34,6 +34,7 @@ def apply(
     name: Annotated[str, typer.Argument(metavar="NAME", help="See: osmosis template list.")], force: Force = False
 ) -> Operation:
     """Copy a template into the workspace: its rollout, experiment files and tasks."""
+    from penstock.system.packages import install_command
     from penstock.workspace.scaffold import TEMPLATES, apply_template
 
     template = TEMPLATES.get(name)
@@ -45,8 +46,7 @@ def apply(
     files = _relative(workspace, apply_template(workspace, name, force=force, portable=True))
     folders = sorted({str(workspace / Path(file).parent) for file in files})
     resource: dict[str, Any] = {"name": name, "destinations": folders, "files": files}
-    extra = f'pip install "penstock[local,{template.extra}]"'
-    hints = [f"Wrote {file}" for file in files] + [f"Needs: {extra}", *_next(name)]
+    hints = [f"Wrote {file}" for file in files] + [f"Needs: {install_command(template.extra)}", *_next(name)]
     return Operation(operation="template.apply", message=f"Wrote the template {name}.", resource=resource, hints=hints)
 
 

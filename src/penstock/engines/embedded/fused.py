@@ -122,7 +122,7 @@ def locate(state: Tensor, table: Tensor, ring: Tensor, rows: Tensor, lengths: Te
 def advance(state: Tensor, stops: Tensor, drawn: DrawnTokens, cursor: Tensor, out: Tensor) -> None:
     """Record each lane's token at `out[lane, cursor]` and make it the next input, unless the reply ends with it."""
     if kernels is not None and state.is_cuda:
-        kernels.advance(state, stops, drawn, cursor, out)
+        kernels.advance(state, stops, drawn[:3], cursor, out)
         return
     lanes = drawn.ids.shape[0]
     live = state[:, :lanes]

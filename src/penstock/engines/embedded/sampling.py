@@ -31,6 +31,8 @@ class DrawnTokens(NamedTuple):
     ids: Tensor
     logprobs: Tensor
     full_logprobs: Tensor
+    kept: Tensor | None = None
+    """[rows, vocab]: whether top-k, top-p and min-p leave a token; None if no row has any of them. Other rows mean nothing."""
 
 
 def sample(logits: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float]) -> DrawnTokens:
@@ -42,6 +44,7 @@ def sample(logits: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[flo
     relative = torch.zeros(len(samplings), dtype=torch.float64, device=logits.device)
     uniform = torch.tensor(uniforms, dtype=torch.float64, device=logits.device)
     kinds = [_kind(sampling) for sampling in samplings]
+    kept = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device) if "truncated" in kinds else None
     for kind in dict.fromkeys(kinds):
         rows = [row for row, other in enumerate(kinds) if other == kind]
         index = torch.tensor(rows, device=logits.device)
@@ -52,12 +55,27 @@ def sample(logits: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[flo
             ids[index] = part.argmax(-1)
         elif kind == "plain":
             ids[index] = _invert(weights if whole else weights[index], sums[index], uniform[index])
-        else:
-            draw = _tempered if kind == "tempered" else _truncated
-            ids[index], relative[index] = draw(part, chosen, uniform[index])
+        elif kind == "tempered":
+            ids[index], relative[index] = _tempered(part, chosen, uniform[index])
+        elif kept is not None:
+            ids[index], relative[index], kept[index] = _truncated(part, chosen, uniform[index])
     full = shifted.gather(-1, ids[:, None])[:, 0].double() - sums.sum(-1).log()
     plain = torch.tensor([kind == "plain" for kind in kinds], device=logits.device)
-    return DrawnTokens(ids, torch.where(plain, full, relative + 0.0 * full), full)
+    return DrawnTokens(ids, torch.where(plain, full, relative + 0.0 * full), full, kept)
+
+
+class MostLikely(NamedTuple):
+    """Each [rows, count], best first; log-probabilities are float64, -inf for tokens that are not allowed."""
+
+    ids: Tensor
+    logprobs: Tensor
+
+
+def most_likely(logits: Tensor, count: int) -> MostLikely:
+    """The likeliest tokens of each row of float32 `logits` [rows, vocab], as the full log-probabilities of `sample` have them."""
+    shifted = logits - logits.amax(-1, keepdim=True)
+    best, ids = shifted.topk(min(count, logits.shape[-1]))
+    return MostLikely(ids, best.double() - _block_sums(shifted.exp()).sum(-1, keepdim=True).log())
 
 
 def draw_rows(logits: Tensor, params: Tensor, uniform: Tensor, *, truncated: bool) -> DrawnTokens:
@@ -74,8 +92,9 @@ def draw_rows(logits: Tensor, params: Tensor, uniform: Tensor, *, truncated: boo
     sums = _block_sums(weights)
     ids = _invert(weights, sums, uniform)
     relative = scaled.gather(-1, ids[:, None])[:, 0].double() - sums.sum(-1).log()
+    kept: Tensor | None = None
     if truncated:
-        cut_ids, cut_relative = _truncated_rows(scaled, params, uniform)
+        cut_ids, cut_relative, kept = _truncated_rows(scaled, params, uniform)
         cut = (params[:, 1] > 0) | (params[:, 2] < 1.0) | (params[:, 3] > 0.0)
         ids, relative = torch.where(cut, cut_ids, ids), torch.where(cut, cut_relative, relative)
     else:
@@ -83,10 +102,17 @@ def draw_rows(logits: Tensor, params: Tensor, uniform: Tensor, *, truncated: boo
     ids = torch.where(greedy[:, 0], shifted.argmax(-1), ids)
     full = shifted.gather(-1, ids[:, None])[:, 0].double() - plain
     relative = torch.where(greedy[:, 0], 0.0 * full, relative + 0.0 * full)
-    return DrawnTokens(ids, torch.where((temperature[:, 0] == 1.0) & ~cut, full, relative), full)
+    return DrawnTokens(ids, torch.where((temperature[:, 0] == 1.0) & ~cut, full, relative), full, kept)
 
 
-def _truncated_rows(scaled: Tensor, params: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+class TruncatedDraw(NamedTuple):
+    ids: Tensor
+    logprobs: Tensor
+    kept: Tensor
+    """[rows, vocab]"""
+
+
+def _truncated_rows(scaled: Tensor, params: Tensor, uniform: Tensor) -> TruncatedDraw:
     """As `_truncated`, over the whole vocabulary sorted."""
     vocab = scaled.shape[-1]
     top_k, top_p, min_p = params[:, 1:2], params[:, 2:3].double(), params[:, 3:4].double()
@@ -98,9 +124,7 @@ def _truncated_rows(scaled: Tensor, params: Tensor, uniform: Tensor) -> tuple[Te
     mass = torch.where(ranks < vocab, weights.sum(-1, keepdim=True), mass)
     before = weights.cumsum(-1) - weights
     weights = weights.masked_fill((rank > 0) & ((before >= top_p * mass) | (weights < min_p)), 0.0)
-    kept = weights.sum(-1)
-    place = _first_above(weights, uniform * kept)
-    return order.gather(-1, place)[:, 0], scaled.gather(-1, place)[:, 0].double() - kept.log()
+    return _draw_kept(scaled, order, weights, uniform, vocab)
 
 
 def _kind(sampling: Sampling) -> SamplingKind:
@@ -119,7 +143,7 @@ def _tempered(shifted: Tensor, samplings: Sequence[Sampling], uniform: Tensor) -
     return ids, scaled.gather(-1, ids[:, None])[:, 0].double() - sums.sum(-1).log()
 
 
-def _truncated(shifted: Tensor, samplings: Sequence[Sampling], uniform: Tensor) -> tuple[Tensor, Tensor]:
+def _truncated(shifted: Tensor, samplings: Sequence[Sampling], uniform: Tensor) -> TruncatedDraw:
     """Top-k, then top-p of what is left, then min-p; the most likely token always stays."""
     vocab = shifted.shape[-1]
     ranks = _column([s.top_k or vocab for s in samplings], shifted).long()
@@ -135,9 +159,15 @@ def _truncated(shifted: Tensor, samplings: Sequence[Sampling], uniform: Tensor) 
     mass = torch.where(ranks < vocab, weights.sum(-1, keepdim=True), mass)
     before = weights.cumsum(-1) - weights
     weights = weights.masked_fill((rank > 0) & ((before >= top_p * mass) | (weights < min_p)), 0.0)  # the best one weighs 1
-    kept = weights.sum(-1)
-    place = _first_above(weights, uniform * kept)
-    return order.gather(-1, place)[:, 0], scaled.gather(-1, place)[:, 0].double() - kept.log()
+    return _draw_kept(scaled, order, weights, uniform, vocab)
+
+
+def _draw_kept(scaled: Tensor, order: Tensor, weights: Tensor, uniform: Tensor, vocab: int) -> TruncatedDraw:
+    """Draw from tokens sorted by `order` [rows, places], those with `weights` alone; `scaled` are their logits."""
+    total = weights.sum(-1)
+    place = _first_above(weights, uniform * total)
+    kept = torch.zeros(len(order), vocab, dtype=torch.bool, device=order.device).scatter_(-1, order, weights > 0.0)
+    return TruncatedDraw(order.gather(-1, place)[:, 0], scaled.gather(-1, place)[:, 0].double() - total.log(), kept)
 
 
 def _invert(weights: Tensor, sums: Tensor, uniform: Tensor) -> Tensor:

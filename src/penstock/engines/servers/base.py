@@ -22,6 +22,7 @@ from penstock.engines.adapter_files import is_adapter, read_adapter_config
 from penstock.engines.base import SampledChunk
 from penstock.engines.fleet import EngineServer
 from penstock.engines.retry import FleetClient, RetryPolicy, ServerRequest
+from penstock.engines.servers import pauses
 from penstock.engines.servers.adapters import ServedAdapter, ServedAdapters
 from penstock.engines.servers.model_files import ModelContents, PublishedWeights, check_same_shape, read_vocabulary
 from penstock.engines.servers.pauses import (
@@ -30,8 +31,6 @@ from penstock.engines.servers.pauses import (
     Recovery,
     RecoverySteps,
     ServerCall,
-    forget,
-    left_paused,
 )
 from penstock.errors import ConfigError, EngineError, EngineRefused, ModelError, RequestError
 from penstock.http.client import ErrorKind, HttpClient, RequestTimeouts, UpstreamError
@@ -44,6 +43,8 @@ CONTROL_S = 30.0
 """Timeout of a request that neither samples nor reads weights."""
 MIN_LOGPROB, MAX_LOGPROB = -9999.0, 1e-3
 """Bounds of a valid log-probability: vLLM sends -9999 for minus infinity, and rounding may lift 0 a little."""
+LABEL_PREFIX = "penstock-"
+"""Of every name that we give to weights on a server."""
 EMBEDDED_ONLY = ("device", "dtype", "slots", "queue", "cache_tokens")
 
 log = logging.getLogger(__name__)
@@ -255,6 +256,7 @@ class RemoteEngine(ABC):
         self._loading = asyncio.Lock()
         self._unsure: set[str] = set()
         """Servers whose weights may be incomplete, whatever they call them, because a change failed."""
+        self._looked_for_leftovers = False
         self.client = FleetClient(
             urls,
             self._check_server,
@@ -291,6 +293,9 @@ class RemoteEngine(ABC):
         an adapter is not interrupted: it ends under the version that it began with.
         """
         self._check_request(prompt_ids, sampling)
+        if self._published is None and not self._adapters and not self._looked_for_leftovers:
+            self._looked_for_leftovers = True
+            await self._tell_leftovers()
         ids, parts = list(prompt_ids), 0
         while (left := len(prompt_ids) + sampling.max_tokens - len(ids)) > 0:
             rest = replace(sampling, max_tokens=left, seed=_part_seed(sampling.seed, parts))
@@ -340,6 +345,8 @@ class RemoteEngine(ABC):
             await asyncio.to_thread(read_adapter_config, adapter.folder)
         except ModelError as cause:
             raise EngineError(f"policy version {adapter.version} cannot be loaded: {cause}") from cause
+        if not self._adapters and self._published is None and (left := await self._find_leftovers()):
+            raise EngineError(f"{left}, and adapters would be added to them; restart it")
         deadline = asyncio.get_running_loop().time() + self.client.policy.down_s
         while errors := await self._offer_adapter(adapter):
             if not await self._wait_for_server(errors, deadline):
@@ -382,6 +389,18 @@ class RemoteEngine(ABC):
                 for name, root in (await self.listed_adapters(server.url)).items():
                     if Path(root).is_relative_to(folder) and self._run not in name:
                         await self.unload_adapter(server.url, name)
+
+    async def _find_leftovers(self) -> str:
+        """Tells of a server whose weights are those of an earlier run, in words; empty if none is known to be."""
+        for server in self.client.fleet.servers:
+            with suppress(UpstreamError):
+                if server.up.is_set() and (label := await self.weights_label(server.url)).startswith(LABEL_PREFIX):
+                    return f"{server.url} holds weights that a training run has left there ({label})"
+        return ""
+
+    async def _tell_leftovers(self) -> None:
+        if left := await self._find_leftovers():
+            log.warning("%s; replies are sampled with them, restart it to have those of its model", left)
 
     def folders_in_use(self) -> set[Path]:
         """Folders of adapters that a server may still read; do not delete them."""
@@ -483,6 +502,10 @@ class RemoteEngine(ABC):
     async def weights_label(self, url: str) -> str:
         """The label of the weights that the server at `url` holds."""
 
+    async def server_start(self, url: str) -> str:
+        """When the server at `url` was started, for one that cannot name its weights; else empty."""
+        return ""
+
     def _check_request(self, prompt_ids: Sequence[int], sampling: Sampling) -> None:
         length, most = len(prompt_ids), sampling.max_tokens
         if not length:
@@ -517,7 +540,7 @@ class RemoteEngine(ABC):
         return prepare
 
     def _weights(self, version: int, folder: Path) -> PublishedWeights:
-        return PublishedWeights(version, folder.absolute(), f"penstock-{self._run}-{version}")
+        return PublishedWeights(version, folder.absolute(), f"{LABEL_PREFIX}{self._run}-{version}")
 
     async def _check_loadable(self, contents: ModelContents) -> None:
         """EngineError if weights of this model would crash a server, or would not reach all of its layers."""
@@ -558,7 +581,7 @@ class RemoteEngine(ABC):
     async def paused(self, url: str) -> AsyncGenerator[None]:
         """Pause a server. It is resumed on leaving, on an error after its recovery, and if this process dies."""
         steps = self.recovery_steps(url, self._served_last)
-        if not await self._paused_servers.add(url, steps):
+        if not await self._paused_servers.add(url, steps, changed=await self.server_start(url)):
             raise UpstreamError(f"{url} is being changed by another run on this machine", kind="busy", status=503)
         resume = steps[-1:]
         try:
@@ -719,10 +742,8 @@ def paused_folder() -> Path:
 
 async def bring_back_left(url: str, key: str) -> None:
     """Resume a server that a run on this machine left paused when it died."""
-    steps = left_paused(paused_folder(), url)
-    if steps is None:
-        return
-    if not await asyncio.to_thread(Recovery(url, steps, key).run):
+    resumed = await asyncio.to_thread(pauses.bring_back_left, paused_folder(), url, key)
+    if resumed is False:
         raise UpstreamError(f"{url} was left paused by an earlier run and cannot be resumed; restart it", kind="broken")
-    forget(paused_folder(), url)
-    log.warning("%s was left paused by an earlier run that died; it was resumed", url)
+    if resumed:
+        log.warning("%s was left paused by an earlier run that died; it was resumed", url)

@@ -3,7 +3,10 @@
 Before a server is paused, the requests that would bring it back are noted in two places: with a child process (this module run with
 `python -m`), which sends them if our process dies, and in a locked file, which the next run reads if the child died too. The same
 requests are sent if new weights fail to load: a server whose loading broke off has layers without weights, and the next token that
-it samples kills it, so it gets its weights before back before it goes on.
+it samples kills it, so it gets its weights before back before it goes on. Whoever sends them holds the file's lock: no other run
+changes the server meanwhile.
+
+The file also says which start of the server has had its weights changed, for servers that cannot name their weights.
 """
 
 import asyncio
@@ -15,7 +18,7 @@ import signal
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 from http.client import HTTPException
 from pathlib import Path
@@ -54,8 +57,8 @@ class Recovery(NamedTuple):
     steps: RecoverySteps
     key: str = ""
 
-    def run(self, *, resume_s: float = RESUME_S, step_s: float = STEP_S, is_settled: Callable[[], bool] = lambda: False) -> bool:
-        """Send the requests; returns whether the server was resumed. Blocks. It ends early once `is_settled`.
+    def run(self, *, resume_s: float = RESUME_S, step_s: float = STEP_S) -> bool:
+        """Send the requests; returns whether the server was resumed. Blocks.
 
         Steps before the last may fail, unless they ask whether they had their effect: what follows would do harm without it.
         """
@@ -65,7 +68,7 @@ class Recovery(NamedTuple):
             while not any(self._post(call, min(resume_s, step_s) if last else step_s) for call in step):
                 if not last and step[0].answer is not None:
                     break
-                if time.monotonic() >= deadline or is_settled():
+                if time.monotonic() >= deadline:
                     return False
                 time.sleep(RETRY_S)
         return True
@@ -81,6 +84,15 @@ class Recovery(NamedTuple):
             return False
 
 
+class PauseRecord(NamedTuple):
+    """What the file of a server says."""
+
+    steps: RecoverySteps = ()
+    """What brings it back; empty if it is not paused."""
+    changed: str = ""
+    """The start of the server whose weights were changed last, as the server tells it."""
+
+
 class PausedServers:
     """The servers that this process has paused, noted for the case that it dies."""
 
@@ -93,25 +105,29 @@ class PausedServers:
     def __contains__(self, url: str) -> bool:
         return url in self._locks
 
-    async def add(self, url: str, steps: RecoverySteps) -> bool:
-        """Note a server that is about to be paused; False if another run of this machine has paused it."""
+    async def add(self, url: str, steps: RecoverySteps, *, changed: str = "") -> bool:
+        """Note a server that is about to be paused; False if another run of this machine has paused it.
+
+        `changed` is the start of the server if its weights are about to be changed.
+        """
         if url not in self._locks:
             lock = _open_record(self._folder, url)
             if lock is not None and not await lock.wait_async(LOCK_S):
                 lock.close()
                 return False
             self._locks[url] = lock
-        _write_record(self._locks[url], url, steps)
-        self._tell(url, steps)
+        changed = changed or read_record(self._folder, url).changed
+        noted = _write_record(self._locks[url], PauseRecord(steps, changed))
+        self._tell(url, steps, noted=noted)
         return True
 
     def discard(self, url: str) -> None:
         """Note that a server was resumed."""
         lock = self._locks.pop(url, None)
-        _write_record(lock, url, ())
-        self._tell(url, ())
         if lock is not None:
+            _write_record(lock, read_record(self._folder, url)._replace(steps=()))
             lock.close()
+        self._tell(url, (), noted=False)
 
     async def close(self) -> None:
         """Let the child process bring back what is still paused, and end."""
@@ -128,8 +144,8 @@ class PausedServers:
         """Have a folder removed if this process dies, after the servers that may read it were brought back."""
         self._send({"remove": str(folder)})
 
-    def _tell(self, url: str, steps: RecoverySteps) -> None:
-        self._send({"url": url, "key": self._key, "steps": steps, "folder": str(self._folder)})
+    def _tell(self, url: str, steps: RecoverySteps, *, noted: bool) -> None:
+        self._send({"url": url, "key": self._key, "steps": steps, "folder": str(self._folder) if noted else ""})
 
     def _send(self, note: dict[str, Any]) -> None:
         if self._pipe is None:
@@ -139,20 +155,26 @@ class PausedServers:
         os.write(self._pipe, json.dumps(note).encode() + b"\n")
 
 
-def left_paused(folder: Path, url: str) -> RecoverySteps | None:
-    """What brings back a server that a dead process of this machine paused; None if none did. Call `forget` afterwards."""
-    path = _record_path(folder, url)
-    if not path.exists():
+def bring_back_left(folder: Path, url: str, key: str = "") -> bool | None:
+    """Resume a server that a dead process of this machine left paused; None if none did, else whether it was resumed. Blocks."""
+    if not _record_path(folder, url).exists():
         return None
-    with FileLock(path) as lock:
-        return _read_record(path) if lock.try_acquire() else None
+    with FileLock(_record_path(folder, url)) as lock:
+        # Its child process may be at it, another process of it may still end, or a run that lives is changing the server.
+        if not lock.wait(LOCK_S) or not (record := read_record(folder, url)).steps:
+            return None
+        resumed = Recovery(url, record.steps, key).run()
+        if resumed:
+            _write_record(lock, record._replace(steps=()))
+        return resumed
 
 
-def forget(folder: Path, url: str) -> None:
-    path = _record_path(folder, url)
-    with FileLock(path) as lock:
-        if lock.try_acquire():
-            _write_record(lock, url, ())
+def read_record(folder: Path, url: str) -> PauseRecord:
+    try:
+        found = json.loads(_record_path(folder, url).read_bytes())
+        return PauseRecord(_parse_steps(found["steps"]), str(found.get("changed", "")))
+    except (OSError, ValueError, KeyError, TypeError):
+        return PauseRecord()
 
 
 def _record_path(folder: Path, url: str) -> Path:
@@ -168,23 +190,17 @@ def _open_record(folder: Path, url: str) -> FileLock | None:
         return None
 
 
-def _write_record(lock: FileLock | None, url: str, steps: RecoverySteps) -> None:
+def _write_record(lock: FileLock | None, record: PauseRecord) -> bool:
+    """Whether the disk took it; if not, the child process is left."""
     if lock is None:
-        return
-    content = json.dumps({"url": url, "steps": steps}).encode() if steps else b""
+        return False
     try:
         os.ftruncate(lock.descriptor, 0)
-        os.pwrite(lock.descriptor, content, 0)
+        os.pwrite(lock.descriptor, json.dumps(record._asdict()).encode(), 0)
         os.fsync(lock.descriptor)
     except OSError:
-        return  # a full disk: the child process is left
-
-
-def _read_record(path: Path) -> RecoverySteps | None:
-    try:
-        return _parse_steps(json.loads(path.read_bytes())["steps"]) or None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None  # empty: nothing is paused
+        return False
+    return True
 
 
 def _parse_steps(steps: Any) -> list[list[ServerCall]]:
@@ -198,7 +214,7 @@ def main() -> None:
     """Read notes from stdin until the parent is gone, then bring back what it left paused."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # they may be meant for the whole group, and this is needed then
-    paused: dict[str, tuple[Recovery, Path]] = {}
+    paused: dict[str, tuple[Recovery, Path | None]] = {}
     removed: list[str] = []
     for line in _lines_of_parent():
         note = json.loads(line)
@@ -208,7 +224,7 @@ def main() -> None:
         paused.pop(note["url"], None)
         if note["steps"]:
             recovery = Recovery(note["url"], _parse_steps(note["steps"]), note["key"])
-            paused[note["url"]] = recovery, Path(note["folder"])
+            paused[note["url"]] = recovery, Path(note["folder"]) if note["folder"] else None
     threads = [threading.Thread(target=_bring_back, args=each) for each in paused.values()]
     for thread in threads:
         thread.start()
@@ -233,11 +249,17 @@ def _lines_of_parent() -> Any:
         yield from lines
 
 
-def _bring_back(recovery: Recovery, folder: Path) -> None:
-    noted = left_paused(folder, recovery.url) is not None
-    # A later run may bring the server back first, and clears the note then.
-    if recovery.run(resume_s=CHILD_RESUME_S, is_settled=lambda: noted and left_paused(folder, recovery.url) is None):
-        forget(folder, recovery.url)
+def _bring_back(recovery: Recovery, folder: Path | None) -> None:
+    if folder is None or (lock := _open_record(folder, recovery.url)) is None:
+        recovery.run(resume_s=CHILD_RESUME_S)
+        return
+    with lock:
+        held = lock.wait(LOCK_S)  # a process that ours forked may keep it
+        record = read_record(folder, recovery.url)
+        if record.steps != recovery.steps:
+            return  # a later run has brought the server back, and may be changing its weights now
+        if recovery.run(resume_s=CHILD_RESUME_S) and held:
+            _write_record(lock, record._replace(steps=()))
 
 
 if __name__ == "__main__":

@@ -16,15 +16,17 @@ from penstock.engines.fleet import EngineServer
 from penstock.engines.servers.adapters import ServedAdapter, adapter_roots
 from penstock.engines.servers.base import (
     CONTROL_S,
+    LABEL_PREFIX,
     RemoteEngine,
     RemoteModel,
     RemoteSection,
     ReplyReader,
     log,
     open_remote,
+    paused_folder,
 )
 from penstock.engines.servers.model_files import ModelContents, PublishedWeights, check_same_shape, read_vocabulary
-from penstock.engines.servers.pauses import Recovery, RecoverySteps, ServerCall
+from penstock.engines.servers.pauses import Recovery, RecoverySteps, ServerCall, read_record
 from penstock.engines.servers.transfer import WeightSender, exchange
 from penstock.errors import ConfigError, EngineRefused
 from penstock.http.client import HttpClient, UpstreamError
@@ -111,7 +113,8 @@ LOAD_ADAPTER = "/v1/load_lora_adapter"
 RESET_TRIES = 5
 OTHERS_PAUSE_S = 10.0
 """How long another program may keep a server paused before a run that wants to use it gives up."""
-LABEL_PREFIX = "penstock-"
+LEFT_LABEL = f"{LABEL_PREFIX}unnamed"
+"""Of weights of which only this is known: a run has put them there."""
 
 
 class VllmFeatures(NamedTuple):
@@ -215,7 +218,7 @@ class VllmEngine(RemoteEngine):
         else:
             raise UpstreamError(f"{url} has kept what it computed with the weights before", kind="broken", status=200)
         if "/update_weight_version" in (await self.features(url)).routes:
-            await self.post(url, ServerCall("/update_weight_version", {"new_version": wanted.label}, wanted.label))
+            await self.post(url, name_call(wanted.label))
             return
         if started != (now := await self._start_time(url)):
             raise UpstreamError(f"{url} restarted while it loaded weights", kind="broken")
@@ -224,12 +227,7 @@ class VllmEngine(RemoteEngine):
     def recovery_steps(self, url: str, before: PublishedWeights) -> RecoverySteps:
         if url in self._asleep:
             return [WAKE, [self.resume_call]]
-        folders = [str(before.folder), *filter(None, [self._roots.get(url)])]
-        steps = [[reload_call(folder) for folder in folders], [RESET], [self.resume_call]]
-        features = self._features.get(url)
-        if features is not None and features.transfer_backend:
-            steps.insert(0, [FINISH])  # refused where no transfer is under way
-        return steps
+        return reload_steps([str(before.folder), self._roots.get(url, "")], self._features.get(url))
 
     async def transfer(self, version: int, sender: WeightSender, folder: Path, written: asyncio.Event) -> None:
         """Like `load`, from the sender's memory to that of every server. `folder` holds the weights once `written` is set.
@@ -359,7 +357,13 @@ class VllmEngine(RemoteEngine):
             answer = await self.client.http.request_json(f"{url}/weight_info")
             return _field(answer, "weight_version", str, url)
         named, started = self._named.get(url), await self._start_time(url)
-        return named.label if named is not None and named.started == started else f"those of its start at {started or 'some time'}"
+        if named is not None and named.started == started:
+            return named.label
+        is_left = started and started == read_record(paused_folder(), url).changed
+        return LEFT_LABEL if is_left else f"those of its start at {started or 'some time'}"
+
+    async def server_start(self, url: str) -> str:
+        return "" if "/weight_info" in (await self.features(url)).routes else await self._start_time(url)
 
     async def _check_server(self, server: EngineServer) -> None:
         self._features.pop(server.url, None)  # it may be another version now
@@ -384,7 +388,7 @@ class VllmEngine(RemoteEngine):
         await http.request_bytes(f"{url}/health")
         model = await find_model(http, url, name)
         features = await read_features(http, url)
-        await _until_resumed(http, url, features)
+        await _until_resumed(http, url, features, model.root)
         mode = features.setting("model_config", "logprobs_mode")
         processed = mode == "processed_logprobs" if mode else await _is_processed(http, url, model.name)
         return RemoteModel(model.name, model.context_length, processed, vocabulary=model.vocabulary)
@@ -399,6 +403,22 @@ RESET = ServerCall("/reset_prefix_cache?reset_running_requests=true", {})
 
 def reload_call(folder: str) -> ServerCall:
     return ServerCall("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}}, "results")
+
+
+def reload_steps(folders: Sequence[str], features: VllmFeatures | None) -> RecoverySteps:
+    """What makes a paused server serve again, with the weights of the first of these folders that it can read."""
+    reload = [reload_call(folder) for folder in folders if folder]
+    # Twice: after a load that broke off in the middle of a layer, the next one fails too (seen with 0.32).
+    steps = [reload, reload, [RESET], [VllmEngine.resume_call]]
+    if features is not None and features.transfer_backend:
+        steps.insert(0, [FINISH])  # refused where no transfer is under way
+    if features is not None and "/update_weight_version" in features.routes:
+        steps.insert(-1, [name_call(LEFT_LABEL)])  # it may have been given the new weights' name already
+    return steps
+
+
+def name_call(label: str) -> ServerCall:
+    return ServerCall("/update_weight_version", {"new_version": label}, label)
 
 
 def open_engine(
@@ -490,8 +510,11 @@ def _parse_version(text: Any) -> tuple[int, ...]:
     return tuple(map(int, found.groups())) if found else ()
 
 
-async def _until_resumed(http: HttpClient, url: str, features: VllmFeatures) -> None:
-    """Wait for a server that another program has paused. One with weights of an earlier run of ours is resumed."""
+async def _until_resumed(http: HttpClient, url: str, features: VllmFeatures, root: str) -> None:
+    """Wait for a server that another program has paused. One with weights of an earlier run of ours is resumed.
+
+    What it holds may be incomplete, so it gets the model that it was started with.
+    """
     if "/is_paused" not in features.routes:
         return
     label = None
@@ -506,7 +529,8 @@ async def _until_resumed(http: HttpClient, url: str, features: VllmFeatures) -> 
             f"{url} is paused, and not by a run on this machine; if nobody changes its weights, `curl -X POST {url}/resume`",
             kind="broken",
         )
-    await http.request_json(f"{url}/resume", {}, limit_s=CONTROL_S)
+    if not await asyncio.to_thread(Recovery(url, reload_steps([root], features), http.key).run):
+        raise UpstreamError(f"{url} was left paused by an earlier run and cannot be resumed; restart it", kind="broken")
     log.warning("%s was left paused with the weights of an earlier run; it was resumed", url)
 
 

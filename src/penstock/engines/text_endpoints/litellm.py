@@ -1,4 +1,4 @@
-"""Endpoints through the LiteLLM library, by its model names: `penstock[litellm]`."""
+"""Endpoints through the LiteLLM library, by its model names; needs the package `litellm`."""
 
 import asyncio
 import importlib

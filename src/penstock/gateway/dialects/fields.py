@@ -11,7 +11,7 @@ from penstock.chat.templates import Tool, flatten
 from penstock.errors import RequestError
 from penstock.gateway.last_request import LastRequest
 from penstock.http.asgi import JsonBudget
-from penstock.records import Message, ReplyFormat, Sampling
+from penstock.records import MAX_TOP_LOGPROBS, Message, ReplyFormat, Sampling
 
 ContentPart = dict[str, Any]
 """A part of a message's content in the OpenAI form."""
@@ -323,9 +323,9 @@ SAMPLING_FIELDS = frozenset({"temperature", "top_p", "top_k", "min_p", "stop", "
 """The fields that `read_sampling` reads, besides the limit."""
 
 
-def read_sampling(body: dict[str, Any], defaults: Sampling, limit: str) -> Sampling:
+def read_sampling(body: dict[str, Any], defaults: Sampling, limit: str, *, top_logprobs: int = 0) -> Sampling:
     """The sampling of a request, with `defaults` for absent fields; `limit` names the field with the maximum of tokens."""
-    if body.get(limit) is None and not body.keys() & SAMPLING_FIELDS:
+    if body.get(limit) is None and not body.keys() & SAMPLING_FIELDS and not top_logprobs:
         return defaults
     seed = body.get("seed")
     return replace(
@@ -338,7 +338,12 @@ def read_sampling(body: dict[str, Any], defaults: Sampling, limit: str) -> Sampl
         stop=strings(body, "stop") or defaults.stop,
         stop_ids=(*defaults.stop_ids, *integers(body, "stop_token_ids", most=MAX_STOP_IDS)),
         seed=defaults.seed if seed is None else integer(body, "seed", 0, low=-(2**53)),
+        top_logprobs=top_logprobs,
     )
+
+
+def top_logprobs(body: dict[str, Any], name: str = "top_logprobs") -> int:
+    return integer(body, name, 0, low=0, high=MAX_TOP_LOGPROBS)
 
 
 def refuse_unsupported(body: dict[str, Any], neutral: Mapping[str, tuple[Any, ...]]) -> None:
@@ -353,7 +358,6 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
     "repetition_penalty": (1,),
-    "top_logprobs": (0,),
     "prediction": (),
     "web_search_options": (),
 }
@@ -365,7 +369,6 @@ def check_harmless(body: dict[str, Any]) -> tuple[str, ...]:
     number(body, "frequency_penalty", 0, low=-2, high=2)
     number(body, "presence_penalty", 0, low=-2, high=2)
     number(body, "repetition_penalty", 1, low=0)
-    integer(body, "top_logprobs", 0, low=0, high=20)
     return tuple(name for name, neutral in HARMLESS.items() if body.get(name) is not None and body[name] not in neutral)
 
 

@@ -2,6 +2,9 @@
 import { ask } from "./api.js";
 import { badge, clock, h, number, said, table, tile, tint } from "./dom.js";
 
+const MOST_CREDITS = 12;
+// The advantage of a call: one number, or the mean of its tokens' with the least and the largest.
+const range = (each) => (each.low === each.high ? number(each.mean) : `${number(each.mean)} (${number(each.low)} to ${number(each.high)})`);
 const REWARD_TITLE = "reward; opens the rollout";
 
 export function rewardCells(run, rollouts, link) {
@@ -68,13 +71,16 @@ export async function groupScreen({ run, rest, link }) {
   const told = await ask("group", { run, group: rest[0] });
   const known = told.attempts.map((each) => each.reward).filter((each) => each !== null);
   const [low, high] = [Math.min(0, ...known), Math.max(1, ...known)];
-  const widest = Math.max(1e-9, ...told.attempts.flatMap((each) => [each.advantage ?? 0, ...Object.values(each.policies || {})]).map(Math.abs));
+  const widest = Math.max(1e-9, ...told.attempts.flatMap((each) => [each.advantage ?? 0, ...Object.values(each.policies || {}), ...each.credits.map((call) => call.mean)]).map(Math.abs));
   const trained = told.step === null ? `${told.state}` : `trained in step ${told.step}, saved as version ${told.version}`;
   const cards = told.attempts.map((each) => h("section", { class: "card" },
     h("h3", null, h("a", { href: link("run", run, "rollout", each.id) }, said(each.id))),
-    h("p", { style: { background: tint(each.reward, low, high) } }, `reward ${number(each.reward)}`, each.advantage === null ? "" : ` · advantage ${number(each.advantage)}`),
+    h("p", { class: "tinted", style: { background: tint(each.reward, low, high) } }, `reward ${number(each.reward)}`, each.advantage === null ? "" : ` · advantage ${number(each.advantage)}`),
     each.advantage === null ? null : advantageBar(each.advantage, widest),
     Object.entries(each.policies || {}).map(([name, value]) => [h("p", { class: "dim" }, "advantage of ", said(name), ` ${number(value)}`), advantageBar(value, widest)]),
+    each.credits.slice(0, MOST_CREDITS).map((call) => [h("p", { class: "dim" }, `advantage of call ${call.call}: ${range(call)}`), advantageBar(call.mean, widest)]),
+    each.credits.length > MOST_CREDITS ? h("p", { class: "dim" }, "The other calls' advantages stand with the rollout.") : null,
+    each.unknown ? h("p", { class: "warn" }, `The advantage is not known: ${each.unknown}.`) : null,
     h("p", { class: each.end === "completed" ? "dim" : "bad" }, `${each.end || "running"} · ${each.calls} calls · ${number(each.tokens)} tokens${each.attempt > 1 ? ` · attempt ${each.attempt}` : ""}`),
     each.message ? h("pre", { tabindex: "0" }, each.message) : null,
     told.parting === null || !each.next ? null : [h("p", { class: "dim" }, each.parts_at === null ? "after the shared tokens:" : `after the shared tokens, in call ${each.parts_at}:`), h("pre", { tabindex: "0" }, each.next)],
@@ -98,9 +104,10 @@ export async function rolloutScreen({ run, rest, params, link }) {
   const trainedCalls = told.calls.filter((call) => call.trained);
   const training = credit.step === null ? `its group is ${credit.state || "unknown"}` : `its group was trained in step ${credit.step}`;
   return [h("h1", null, "Rollout ", said(told.id)), h("p", { class: "bar" }, h("a", { href: link("run", run, "group", told.group) }, "group ", said(told.group)), beside(at - 1, "prev", "← previous"), beside(at + 1, "next", "next →")),
-    h("div", { class: "tiles" }, tile("reward", number(told.reward)), tile("end", told.end || "running"), Object.keys(credit.policies || {}).length ? Object.entries(credit.policies).map(([name, value]) => tile(`advantage of ${name}`, number(value))) : tile("advantage", number(credit.advantage)), tile("calls", number(told.call_count)), tile("attempt", told.attempt)),
+    h("div", { class: "tiles" }, tile("reward", number(told.reward)), tile("end", told.end || "running"), Object.keys(credit.policies || {}).length ? Object.entries(credit.policies).map(([name, value]) => tile(`advantage of ${name}`, number(value))) : tile("advantage", { call: "by call", token: "by token" }[credit.level] || number(credit.advantage), credit.unknown || null), tile("calls", number(told.call_count)), tile("attempt", told.attempt)),
     h("section", { id: "why" }, h("h2", null, "Why this reward"), h("p", null, said(told.why)),
       told.grades.length ? table(["source", "for", ["reward"]], told.grades.map((each) => [said(each.source), each.step !== null ? `call ${each.step}` : each.transcript !== null ? ["transcript ", said(each.transcript)] : "the rollout", number(each.reward)]), { label: "grades" }) : null,
+      credit.unknown ? h("p", { class: "warn" }, `The advantage is not known: ${credit.unknown}.`) : null,
       told.note ? [h("p", { class: "dim" }, "the grader's note:"), h("pre", { tabindex: "0" }, told.note)] : null,
       told.message ? h("pre", { class: "bad", tabindex: "0" }, told.message) : null,
       told.marks.length ? table(["mark", "trainable", "quality", "note"], told.marks.map((each) => [each.step === null ? "rollout" : `call ${each.step}`, each.trainable ? "yes" : "no", number(each.quality), said(each.note)]), { label: "marks" }) : null),
@@ -140,7 +147,7 @@ function branches(calls, run, told, link) {
 
 function callView(call, run, told, link) {
   const state = call.trained ? h("span", { class: "good" }, "trained") : h("span", { class: "warn", title: call.mask_text }, `not trained: ${call.mask || "unknown"}`);
-  const facts = [`call ${call.index}`, call.policy ? `policy ${call.policy}` : null, `${number(call.tokens)} tokens`, `${number(call.seconds)} s`, call.created ? clock(call.created) : null, `version ${call.versions.join(", ") || "–"}`, call.finish, call.retry ? `asked again ${call.retry} times` : null].filter(Boolean).join(" · ");
+  const facts = [`call ${call.index}`, call.policy ? `policy ${call.policy}` : null, `${number(call.tokens)} tokens`, `${number(call.seconds)} s`, call.created ? clock(call.created) : null, `version ${call.versions.join(", ") || "–"}`, call.finish, call.retry ? `asked again ${call.retry} times` : null, call.advantage && told.credit.level !== "rollout" ? `advantage ${range(call.advantage)}` : null].filter(Boolean).join(" · ");
   const exact = h("details", { ontoggle: (event) => { if (event.target.open && !event.target.dataset.loaded) loadCall(event.target, run, told.id, call.index); } }, h("summary", { class: "dim" }, "exact request and reply"));
   return h("div", { id: `call-${call.index}` },
     call.break ? h("p", { class: "bad" }, `break: ${call.break}. `, call.break_text || "") : null,

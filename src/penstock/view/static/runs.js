@@ -87,7 +87,7 @@ function charts(told, { steps, columns }) {
 }
 
 function lost(run, told, link) {
-  const names = { ends: "rollouts that did not complete", drops: "groups dropped", masked: "calls not trained", inexact: "tokens not exact", breaks: "breaks: messages rendered anew" };
+  const names = { ends: "rollouts that did not complete", drops: "groups dropped", masked: "calls not trained", inexact: "tokens not exact", breaks: "breaks: messages rendered anew", notices: "calls not done as asked" };
   const about = (kind, name, count) => (kind === "ends" ? h("a", { href: link("run", run, "ended", name) }, number(count)) : kind === "drops" ? h("a", { href: `${link("run", run, "groups")}?state=${name === "stale" ? "stale" : "dropped"}` }, number(count)) : number(count));
   const rows = Object.entries(told.lost).flatMap(([kind, counts]) => Object.entries(counts).map(([name, count]) => [names[kind], said(name), said(told.reasons[name] || ""), about(kind, name, count)]));
   return h("section", { id: "lost" }, h("h2", null, "What was lost and why"), rows.length ? table(["what", "reason", "meaning", ["count"]], rows, { label: "what was lost" }) : h("p", { class: "dim" }, "Nothing: every rollout completed, and every graded token was trained under its own context."));
