@@ -57,6 +57,7 @@ def runs(seeds: int, only: set[str], tasks: list[str]) -> list[AlgorithmRun]:
     named: dict[str, tuple[str, ...]] = {f"advantage {name}": (f"train.advantage={name}",) for name in ADVANTAGES.table}
     named |= {f"loss {name}": (f"train.loss={name}", "train.updates_per_step=2") for name in LOSSES.table}
     named["advantage pass_at_k"] += ("train.advantage_settings.passes=0.5",)
+    named["advantage vine"] += ("rollout.branches=2",)
     named["control"] = ("train.lr=0.0",)
     chosen = {name: settings for name, settings in named.items() if not only or name in only or name == "control"}
     return [AlgorithmRun(task, name, chosen[name], seed) for seed in range(seeds) for task in tasks for name in chosen]
