@@ -137,6 +137,8 @@ def test_many_replays_of_mini_swe_agent_repeat_its_record(tmp_path: Path) -> Non
                     problem, attempt = branch.branch_problem(ended=True), await bench.attempt(branch)
                     equal += not problem and written_steps(attempt) == written_steps(recorded)
                     problems.extend([problem] if problem else [])
+                    if (made := REPLAYS - len(left)) % 20 == 0:
+                        print(f"{made} of {REPLAYS} replays begun, {equal} equal, {len(problems)} differ", flush=True)
                     bench.gateway.close(branch.rollout_id)
 
             try:
