@@ -331,7 +331,7 @@ def test_the_matrix_has_every_file_of_a_run(runs: Runs) -> None:
 
 
 def cases(damage: str) -> Iterator[Case]:
-    """All cases of a damage; in `make test` one for every second file, another half for the next damage, and what once went wrong."""
+    """All cases of a damage; in `make test` those of every second file, by turns, and what once went wrong."""
     folders = FOLDERS if damage not in ("truncated", "bit") else ()
     for place, file in enumerate((*FILES, *folders), [*DAMAGES].index(damage)):
         if file == "." and damage != "read-only":
