@@ -101,7 +101,9 @@ def check(folder, summary):
 def test_tiny_policy_is_trained_by_actors_and_its_progress_is_told_here(tmp_path):
     killer = Killer()
     overrides = ("rollout.executor=ray", "rollout.max_staleness=1", 'track.to=["tensorboard"]')
-    summary = train(write_run(tmp_path), killer, *overrides)
+    file, agent = write_run(tmp_path), tmp_path / "agent.py"
+    agent.write_text(agent.read_text().replace("messages=messages)", "messages=messages, max_tokens=1000)"))
+    summary = train(file, killer, *overrides)
     attempts = check(tmp_path, summary)
     assert {attempt.end for attempt in attempts} == {End.COMPLETED}
     assert summary.policy_version > 0 and summary.last_reward is not None
@@ -109,8 +111,7 @@ def test_tiny_policy_is_trained_by_actors_and_its_progress_is_told_here(tmp_path
     assert killer.kinds().count("rollout.end") == len(attempts)
     logged = (tmp_path / "runs" / "tiny" / "events.jsonl").read_text().splitlines()
     assert [json.loads(line)["kind"] for line in logged] == killer.kinds()[-len(logged) :]
-    lengths = sum(step.finish == "length" for attempt in attempts for step in attempt.steps)
-    assert lengths and summary.notices["finish:length"] == lengths
+    assert summary.notices["capped:max_tokens"] == sum(len(attempt.steps) for attempt in attempts)
     check_tracked(tmp_path / "runs" / "tiny")
 
 
