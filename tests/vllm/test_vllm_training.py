@@ -35,6 +35,7 @@ from penstock.train.verify import verify
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent / "contracts"))
 
+import engine_cases  # noqa: E402
 import test_engine  # noqa: E402
 from engine_cases import joined, read  # noqa: E402
 from test_engine_vllm import NEEDS_SWAP  # noqa: E402
@@ -45,7 +46,7 @@ CLOSE = 1e-3
 PROMPT = [1, 4093, 198, 57, 408, 346]
 END = ("<empty_output>", 16)
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.skipif(not HOME, reason="$PENSTOCK_VLLM is not set")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600), pytest.mark.skipif(not HOME, reason="$PENSTOCK_VLLM is not set")]
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +71,9 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[st
 
 
 @pytest.mark.parametrize("name", CONTRACT)
-def test_the_contract_of_engines(name: str, server: str, model: Path):
+def test_the_contract_of_engines(name: str, server: str, model: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(engine_cases, "DEADLINE_S", 900)  # what takes milliseconds elsewhere
+
     @asynccontextmanager
     async def opening() -> AsyncIterator[Engine]:
         async with opened(server, model) as engine:
