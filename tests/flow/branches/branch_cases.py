@@ -12,6 +12,7 @@ from penstock.events import Events
 from penstock.records import BranchPoint, Sampling, make_rollout
 from penstock.rollout.branches import run_branches
 from penstock.rollout.runner import open_runner
+from penstock.sdk.discovery import Agent
 from penstock.testing import ScriptedEngine, workbench
 
 DEADLINE_S = 60
@@ -23,11 +24,11 @@ class Branching:
     def __init__(self, bench, engine, runner, limits):
         self.bench, self.engine, self.runner, self.limits, self.pool = bench, engine, runner, limits, bench.pool
 
-    async def record(self, name="train-0"):
+    async def record(self, name="train-0", task=TASK):
         """A rollout of the agent, as it is recorded."""
-        rollout = make_rollout(name, TASK.id, 0)
-        await self.pool.open_group(TASK, [rollout], seq=None)
-        await self.runner.run(rollout, TASK, Sampling(max_tokens=200))
+        rollout = make_rollout(name, task.id, 0)
+        await self.pool.open_group(task, [rollout], seq=None)
+        await self.runner.run(rollout, task, Sampling(max_tokens=200))
         return await self.pool.attempt(rollout.id)
 
     async def branch(self, attempt, *steps):
@@ -39,9 +40,10 @@ class Branching:
 
 
 @contextlib.asynccontextmanager
-async def branching(renderer, script, run, grade, *, pool=None, **limits):
-    engine = ScriptedEngine(script, renderer.tokenizer)
-    agent = run if hasattr(run, "workflow") else make_agent(run, grade, AgentWorkflowConfig(name="w"))
+async def branching(renderer, script, run, grade=None, *, pool=None, **limits):
+    """`run` is an agent, or the function that is its workflow."""
+    engine = ScriptedEngine(script, renderer.tokenizer, chunk=16)
+    agent = run if isinstance(run, Agent) else make_agent(run, grade, AgentWorkflowConfig(name="w"))
     section = RolloutSection(**{"agent_timeout_s": DEADLINE_S, "branches": 4, **limits})
     async with contextlib.AsyncExitStack() as stack:
         await stack.enter_async_context(asyncio.timeout(10 * DEADLINE_S))

@@ -7,7 +7,7 @@ turn wants another half. The rollout earns 1 if both are right; each step is gra
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -114,13 +114,18 @@ def run_of(section: TrainSection, learner: Learner, advantage: Advantage) -> Any
     return SimpleNamespace(config=SimpleNamespace(train=section), learners={"": learner}, advantage=advantage, replay=None)
 
 
+class Learnt(NamedTuple):
+    reward: float
+    """Mean of the last rollouts."""
+    policy: Decoder
+
+
 @cache
-def learnt(seed: int, **changes: Any) -> float:
-    """The mean reward of the last rollouts of a run."""
+def learnt(seed: int, *, teacher: Decoder | None = None, **changes: Any) -> Learnt:
     chosen = {key: dict(value) if key.endswith("_settings") else value for key, value in changes.items()}
     section = TrainSection.model_validate({"lr": 1e-2, "steps": STEPS, "updates_per_step": 2, **chosen})
     decoder = make_policy(seed)
-    learner, found = Learner(decoder, section), list[float]()
+    learner, found = Learner(decoder, section, teacher=teacher), list[float]()
     run = run_of(section, learner, load_advantage(section))
     for number in range(STEPS):
         groups = sample_groups(decoder, number)
@@ -135,17 +140,18 @@ def learnt(seed: int, **changes: Any) -> float:
         for _ in range(section.updates_per_step):
             proximal = learner.compute(batch, proximal).proximal
             learner.apply()
-    return sum(found[-3 * GROUPS :]) / (3 * GROUPS)
+    return Learnt(sum(found[-3 * GROUPS :]) / (3 * GROUPS), decoder)
 
 
 def beats_control(**changes: Any) -> None:
-    control, made = learnt(0, lr=0.0), learnt(0, **changes)
+    control, made = learnt(0, lr=0.0).reward, learnt(0, **changes).reward
     assert made > control + 0.3, f"{made:.2f}, without learning {control:.2f}"
 
 
-@pytest.mark.parametrize("name", [name for name in ADVANTAGES if name != "distill"])  # which has no rewards: test_distill.py
+@pytest.mark.parametrize("name", list(ADVANTAGES))
 def test_every_advantage_learns(name: str):
-    beats_control(advantage=name, advantage_settings=tuple(SETTINGS.get(name, {}).items()))
+    taught = {"teacher": learnt(1).policy} if name == "distill" else {}  # by what another start learnt from rewards
+    beats_control(advantage=name, advantage_settings=tuple(SETTINGS.get(name, {}).items()), **taught)
 
 
 @pytest.mark.parametrize("name", list(LOSSES))

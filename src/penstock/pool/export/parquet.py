@@ -38,7 +38,7 @@ class ParquetColumn(NamedTuple):
     kind: ColumnKind
 
 
-LATER = frozenset({"components", "policy", "kept", "branch", "replayed"})
+LATER = frozenset({"components", "policy", "kept", "most_likely", "branch", "replayed"})
 """Columns that the exports of an earlier penstock lack; their records take the default."""
 
 
