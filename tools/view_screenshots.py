@@ -12,14 +12,17 @@ from pathlib import Path
 from playwright.sync_api import sync_playwright
 
 SCREENS = {
-    "runs": "#/runs",
+    "runs": "#/runs?over=multiply",
     "run": "#/run/multiply",
     "step": "#/run/multiply/step/3",
+    "groups": "#/run/multiply/groups",
+    "search": "#/run/multiply/search?text=12",
     "group": "#/run/multiply/group/train-8",
     "rollout": "#/run/multiply/rollout/train-8.0.1",
     "tokens": "#/run/multiply/tokens/train-8.0.1/1?by=entropy",
     "timeline": "#/run/multiply/timeline?span=8",
     "pool": "#/run/multiply/pool",
+    "evaluations": "#/evals?runs=evals%2Fstart%2Cevals%2Ftrained",
 }
 OUT = Path(__file__).parents[1] / "docs" / "view"
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from bench.gpu.vllm_train import CPU, KEPT, PATIENCE, PROMPT, RUNS, Run, Server, ask, nearest, stop, tell
 
-VERSION = 2
+VERSION = 1 if CPU else 2
 """Whose publication is cut off; the one before it must be served then."""
 
 
@@ -108,7 +108,7 @@ class Relay:
 
 def cut_off(folder: Path, model: Path, server: Server, point: CutPoint) -> None:
     """Kill a run there, and tell what the server holds then."""
-    # Whole weights go out for versions 0, 1 and 2 by the same requests.
+    # Each version from 0 on goes out by the same requests.
     relay = Relay(server, point, VERSION + 1)
     name = "killed" + re.sub(r"\W+", "-", f"{point.path} {point.when} {point.delay_s * 1000:.0f}")
     relay.run = run = Run(folder, model, name, relay.url, f'engine.weights="{"memory" if CPU else "ipc"}"', "train.lr=1e-4", *KEPT)

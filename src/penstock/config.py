@@ -117,6 +117,10 @@ class RolloutSection(Section):
     """Deadline of a workflow; past it the rollout ends as `timeout`."""
     grader_timeout_s: float = Field(default=30.0, gt=0)
     """Deadline of a grader; past it the rollout ends as `grader_error`."""
+    branches: int = Field(default=0, ge=0)
+    """Continuations from each call of a rollout, to measure what the call was worth. For `train.advantage = "vine"` alone."""
+    branch_calls: int = Field(default=8, ge=1)
+    """Calls of a rollout that are branched from, spread evenly; those between share credit. The first one needs no branches."""
 
 
 class SamplingSection(Section):

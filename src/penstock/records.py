@@ -29,6 +29,14 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BranchPoint:
+    """Where a branch leaves a recorded rollout: calls before this step get the recorded replies, later ones are sampled."""
+
+    rollout_id: str
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
     """One attempt at a task. A rollout that was lost is replaced by one with the same place and the next attempt."""
 
@@ -39,17 +47,22 @@ class Rollout:
     """Its place in the group, 0-based: the same for every attempt at it."""
     attempt: int = 1
     channel: str = "train"
+    branch: BranchPoint | None = None
+    """The recorded rollout that it repeats at first; None for one that is sampled from its first call on."""
 
     @property
     def successor(self) -> "Rollout":
         """The next attempt at the same place."""
-        return make_rollout(self.group_id, self.task_id, self.place, attempt=self.attempt + 1, channel=self.channel)
+        again = self.attempt + 1
+        return make_rollout(self.group_id, self.task_id, self.place, attempt=again, channel=self.channel, branch=self.branch)
 
 
-def make_rollout(group_id: str, task_id: str, place: int, *, attempt: int = 1, channel: str = "train") -> Rollout:
+def make_rollout(
+    group_id: str, task_id: str, place: int, *, attempt: int = 1, channel: str = "train", branch: BranchPoint | None = None
+) -> Rollout:
     """Make a rollout with the id `group.place.attempt`."""
     name = f"{group_id}.{place}.{attempt}"
-    return Rollout(id=name, group_id=group_id, task_id=task_id, place=place, attempt=attempt, channel=channel)
+    return Rollout(id=name, group_id=group_id, task_id=task_id, place=place, attempt=attempt, channel=channel, branch=branch)
 
 
 class End(StrEnum):
@@ -64,6 +77,7 @@ class End(StrEnum):
     GRADER_ERROR = "grader_error"
     REFUSED = "refused"
     SUPERSEDED = "superseded"
+    BRANCH_DIVERGED = "branch_diverged"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,12 +118,19 @@ class Sampling:
     seed: int | None = None
     grammar: ReplyGrammar | None = None
     """None: every token is allowed."""
+    top_logprobs: int = 0
+    """How many of the most likely tokens are told with each sampled one."""
 
     @property
     def truncated(self) -> bool:
         """Whether some tokens could not be sampled at all."""
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
+
+MAX_TOP_LOGPROBS = 20
+
+TokenLogprobs = tuple[tuple[int, float], ...]
+"""Token ids with their log-probabilities under the untempered, untruncated distribution, the most likely first."""
 
 Finish = Literal["stop", "length", "cancelled", "error"]
 
@@ -187,6 +208,11 @@ class Step:
     """Per token: those that top-k, top-p and min-p left to choose from, as `engines.token_sets` packs them.
 
     Empty where nothing was truncated, and for a greedy reply, or if the engine does not tell."""
+    most_likely: tuple[TokenLogprobs, ...] = ()
+    """Per token: the `sampling.top_logprobs` most likely ones in its place. Empty if none were asked for, or the engine
+    does not tell."""
+    replayed: bool = False
+    """Whether it repeats a step of the rollout that this one is a branch of. It is never trained."""
 
     @property
     def limited(self) -> bool:
@@ -308,6 +334,8 @@ class Group:
     task: Task
     channel: str
     attempts: tuple[Attempt, ...]
+    branches: tuple[Attempt, ...] = ()
+    """Continuations from steps of its attempts (`Rollout.branch`), where the advantage asks for them; they are never trained."""
 
     @property
     def graded(self) -> tuple[Attempt, ...]:

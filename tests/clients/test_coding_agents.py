@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import NamedTuple
 
 import pytest
@@ -73,12 +74,36 @@ AIDER = Agent("aider", "aider", str, {"json": ".aider.model.metadata.json", "yam
 """Has no tools: it reads files out of the reply's text."""
 
 
-def work(agent: Agent, script: Script, tmp_path: Path, *, what: str = "", more: str = "", template: str = CHATML) -> Seen:
-    """Run the page's command, with `more` after it; `what` names it in the table of clients."""
+OTHER_APIS = {
+    ("opencode", "Responses"): {"@ai-sdk/openai-compatible": "@ai-sdk/openai"},
+    ("opencode", "Messages"): {"@ai-sdk/openai-compatible": "@ai-sdk/anthropic"},
+    ("pi", "Responses"): {"openai-completions": "openai-responses"},
+    ("pi", "Messages"): {"openai-completions": "anthropic-messages", "{root}/v1": "{root}"},
+    ("continue", "Messages"): {"provider: openai": "provider: anthropic", "{root}/v1": "{root}/v1/"},
+    ("qwen", "Messages"): {"--auth-type openai": "--auth-type anthropic", "OPENAI_MODEL": "ANTHROPIC_MODEL"},
+    ("mini", "Messages"): {"openai/any": "anthropic/any"},
+    ("openhands", "Messages"): {"openai/any": "anthropic/any", "OPENAI_BASE_URL": "ANTHROPIC_BASE_URL"},
+}
+"""What is changed in a part of the page for another API than its own."""
+
+
+def work(
+    agent: Agent,
+    script: Script,
+    tmp_path: Path,
+    *,
+    what: str = "",
+    more: str = "",
+    changes: Mapping[str, str] = MappingProxyType({}),
+    template: str = CHATML,
+) -> Seen:
+    """Run the page's command with `changes`, and `more` after it; `what` names it in the table of clients."""
     [command] = blocks(agent.heading, "bash")
     if "--sandbox" in command and not sandboxes():
         command = command.replace("workspace-write", "danger-full-access")
     home = {file: blocks(agent.heading, language)[0] for language, file in agent.settings.items()}
+    for old, new in changes.items():
+        command, home = command.replace(old, new), {file: text.replace(old, new) for file, text in home.items()}
     shell = ["bash", "-euc", command.rstrip() + more]
     name = f"{agent.heading}, {what}" if what else agent.heading
     folder = tmp_path / "work"
@@ -104,16 +129,21 @@ def written(agent: Agent) -> Script:
 
 @pytest.mark.parametrize("name", AGENTS)
 def test_a_coding_agent_does_its_work_and_all_of_it_is_one_exact_path(name: str, tmp_path: Path) -> None:
-    seen = work(AGENTS[name], written(AGENTS[name]), tmp_path)
+    assert_written(work(AGENTS[name], written(AGENTS[name]), tmp_path), tmp_path)
+
+
+@pytest.mark.parametrize(("name", "api"), OTHER_APIS, ids=lambda value: value.lower())
+def test_it_does_the_same_over_its_other_apis(name: str, api: str, tmp_path: Path) -> None:
+    seen = work(AGENTS[name], written(AGENTS[name]), tmp_path, what=api, changes=OTHER_APIS[name, api])
+    assert_written(seen, tmp_path)
+
+
+def assert_written(seen: Seen, tmp_path: Path) -> None:
+    """What `written` says was done, and recorded as one path."""
     assert (tmp_path / "work" / "made.txt").read_text() == "hello\n"
     said = view(seen.attempt, only_path(seen.attempt))
-    assert len(seen.attempt.steps) == 3 and [role for role, _, _ in said[-5:]] == [
-        "assistant",
-        "tool",
-        "assistant",
-        "tool",
-        "assistant",
-    ]
+    roles = [role for role, _, _ in said[-5:]]
+    assert len(seen.attempt.steps) == 3 and roles == ["assistant", "tool", "assistant", "tool", "assistant"]
     assert "Write hello to made.txt" in "".join(text for role, text, _ in said if role == "user")
     assert all("hello" in text for role, text, _ in said if role == "tool")
     assert_trainable(seen.attempt)
@@ -216,11 +246,14 @@ def test_a_deferred_tool_of_claude_code_is_found_shown_and_called_on_the_same_pa
     assert_trainable(seen.attempt)
 
 
-def test_aider_edits_a_file_and_writes_its_prompt_anew_for_each_call(tmp_path: Path) -> None:
+@pytest.mark.parametrize("api", ["Chat Completions", "Messages"])
+def test_aider_edits_a_file_and_writes_its_prompt_anew_for_each_call(api: str, tmp_path: Path) -> None:
+    def script(prompt: str) -> str:
+        return f"made.txt\n```\nhello{' world' * ('none' in last_turn(prompt))}\n```\n"
+
     fails = " --auto-test --test-cmd 'grep world made.txt || { echo none; exit 1; }'"
-    seen = work(
-        AIDER, lambda prompt: f"made.txt\n```\nhello{' world' * ('none' in last_turn(prompt))}\n```\n", tmp_path, more=fails
-    )
+    changes = {"openai/any": "anthropic/any"} if api == "Messages" else {}
+    seen = work(AIDER, script, tmp_path, what=api, more=fails, changes=changes)
     assert (tmp_path / "work" / "made.txt").read_text() == "hello world\n"
     assert [len(path) for path in paths(seen.attempt)] == [1, 1] and breaks(seen.attempt) == ["history_edited"]
     assert_trainable(seen.attempt)

@@ -359,16 +359,22 @@ def test_a_server_paused_by_another_program_is_waited_for_and_named(monkeypatch:
     run(case())
 
 
-def test_a_server_paused_with_weights_of_ours_is_resumed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+@pytest.mark.parametrize("transferring", [False, True])
+def test_a_server_paused_with_weights_of_ours_is_resumed(
+    transferring: bool, start: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
     """The run was on another machine."""
 
     async def case():
         monkeypatch.setattr(vllm, "OTHERS_PAUSE_S", 0.1)
         async with FakeVllm() as server:
-            server.label = "penstock-0abc-3"
+            server.label, server.root, server.backend, server.insecure = "penstock-0abc-3", str(start), "ipc", True
             await post(server, "/pause?mode=keep")
+            if transferring:
+                await post(server, "/start_weight_update")
             async with opened([server.url]) as engine:
                 assert len((await read(engine, PROMPT, SHORT)).ids) == 4
+            assert not (server.broken or server.crashed or server.updating)
         assert "left paused with the weights of an earlier run; it was resumed" in caplog.text
 
     run(case())

@@ -48,6 +48,7 @@ groups_per_step = {groups}
 min_size = {min_size}
 top_up = {top_up}
 concurrency = 8
+branches = {branches}
 [sampling]
 max_tokens = 16
 [engine]
@@ -59,6 +60,8 @@ method = "{method}"
 advantage = "{advantage}"
 checkpoint_every = {every}
 """
+ADVANTAGES = {"poisoned": "poisoned:grpo_but_for_one", "vine": "vine"}
+"""By the first part of a run's name."""
 POLICIES = """rank = 4
 [policies.planner]
 [policies.executor]
@@ -109,7 +112,8 @@ def start(home: Path, name: str, *, every: int = 1) -> "subprocess.Popen[bytes]"
                 folder=home / "runs",
                 model=home / "model",
                 agent=HERE / agent,
-                advantage="poisoned:grpo_but_for_one" if name.startswith("poisoned") else "grpo",
+                advantage=ADVANTAGES.get(name.partition("-")[0], "grpo"),
+                branches=2 if name.startswith("vine") else 0,
                 min_size=SIZE if name.startswith("flaky") else 0,
                 top_up=2 if name == "flaky" else 0,
                 size=SIZE,
@@ -261,6 +265,25 @@ def test_runs_of_several_policies_killed_at_random_points_end_with_the_same_weig
         if kills == times(15):
             break
     print(f"{kills} kills of {number + 1} runs with three policies, after {points} events; trained twice 0")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_runs_killed_while_they_branch_end_with_the_same_weights_and_train_no_branch(home: Path) -> None:
+    finish(home, "vine")
+    points = list[int]()
+    for number in range(times(10)):
+        name = f"vine-{number}"
+        points += [random.randrange(30, 150), random.randrange(30, 150)]
+        for lines in points[-2:]:
+            kill_after(home, name, lines)
+        assert finish(home, name)["steps"] == STEPS
+        assert weights(home, name) == weights(home, "vine"), f"killed after {points} events"
+        check_run(home, name)
+        branches = with_pool(home, name, lambda pool: pool.groups("branch", limit=1000))
+        assert len(branches) == STEPS * GROUPS * SIZE  # from the second of two calls of each rollout
+        assert {attempt.end for group in branches for attempt in group.attempts} == {End.COMPLETED}
+        assert {step.replayed for group in branches for each in group.attempts for step in each.steps if step.index == 0} == {True}
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from gpu_only import NEEDS_GPU
 
 from penstock.engines.embedded.core import Request
 from penstock.engines.embedded.decoder import Decoder, DecoderShape, causal
+from penstock.engines.embedded.lanes import DrawKind
 from penstock.engines.embedded.paged_core import PagedCore
 from penstock.records import Sampling
 
@@ -57,7 +58,7 @@ def test_a_warm_engine_captures_nothing_for_its_first_requests():
     work = Workload(random.Random(6), slots=8, cache_tokens=20_000, paged_steps=4, device="cuda")
     work.core.warm_up()
     captured, passes = dict(work.core.lanes.captured), dict(work.core.lanes.captured_passes)
-    assert sorted(captured) == [(1, False), (2, False), (4, False), (8, False)]
+    assert sorted(captured) == [(lanes, DrawKind()) for lanes in (1, 2, 4, 8)]
     for length in (10, 80, 300, 7, 12):
         work.ask(work.system[:length], Sampling(max_tokens=20))
     work.play(0, swaps=False)

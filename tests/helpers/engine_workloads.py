@@ -14,7 +14,7 @@ from penstock.engines.embedded.decoder import Attend, Decoder, DecoderShape, cau
 from penstock.engines.embedded.paged_core import PagedCore
 from penstock.engines.embedded.sampling import sample
 from penstock.engines.token_sets import unpack_sets
-from penstock.records import Sampling
+from penstock.records import Sampling, TokenLogprobs
 
 VOCAB = 50
 SHAPE = DecoderShape(
@@ -62,6 +62,7 @@ class DrawnToken(NamedTuple):
     full_logprob: float
     kept: bytes
     """What it was chosen from; empty if from all."""
+    likely: TokenLogprobs
 
 
 @dataclass
@@ -118,7 +119,8 @@ class Workload:
             prompt = self.system[: self.rng.randint(0, 250)] + self.tokens(self.rng.randint(1, 12))
         template = self.rng.choice(KINDS)
         options = {name: getattr(template, name) for name in ("temperature", "top_k", "top_p", "min_p")}
-        sampling = Sampling(max_tokens=self.rng.choice([1, 5, 30, 90]), stop_ids=(0,), **options)
+        likely = len(self.requests) % 3 * 4
+        sampling = Sampling(max_tokens=self.rng.choice([1, 5, 30, 90]), stop_ids=(0,), top_logprobs=likely, **options)
         if len(prompt) + sampling.max_tokens <= self.core.capacity:
             self.ask(prompt, sampling)
 
@@ -129,7 +131,9 @@ class Workload:
         for chunk in chunks:
             truncated = chunk.request.sampling.truncated and chunk.request.sampling.temperature > 0.0
             assert len(chunk.kept) == len(chunk.ids) * truncated
-            drawn = zip(chunk.ids, chunk.logprobs, chunk.full_logprobs, chunk.kept or [b""] * len(chunk.ids), strict=True)
+            assert len(chunk.most_likely) == len(chunk.ids) * bool(chunk.request.sampling.top_logprobs)
+            sets = chunk.kept or [b""] * len(chunk.ids), chunk.most_likely or [()] * len(chunk.ids)
+            drawn = zip(chunk.ids, chunk.logprobs, chunk.full_logprobs, *sets, strict=True)
             self.sampled[chunk.request] += [(DrawnToken(*token), self.version) for token in drawn]
             if chunk.finish:
                 self.finished.append(chunk.request)
@@ -178,6 +182,9 @@ class Workload:
                     scaled = row / request.sampling.temperature
                     chosen_from = scaled[torch.from_numpy(unpack_sets([token.kept], VOCAB)[0])]
                     assert token.logprob == pytest.approx(float(scaled[token.id] - chosen_from.logsumexp(0)), abs=TOLERANCE)
+                best = row.log_softmax(-1).topk(request.sampling.top_logprobs).values.tolist()
+                assert [logprob for _, logprob in token.likely] == pytest.approx(best, abs=TOLERANCE)
+                assert [row.log_softmax(-1)[other].item() for other, _ in token.likely] == pytest.approx(best, abs=TOLERANCE)
                 checked += 1
         return checked
 

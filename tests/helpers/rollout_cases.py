@@ -36,7 +36,14 @@ class FakeGateway:
 
     def open(self, rollout, sampling, *, fresh):
         self.sessions[rollout.id] = []
-        return SimpleNamespace(token=rollout.id, base_url="http://fake/v1", flow_token="", rollout=rollout, sampling=sampling)
+        return SimpleNamespace(
+            token=rollout.id,
+            base_url="http://fake/v1",
+            flow_token="",
+            rollout=rollout,
+            sampling=sampling,
+            branch_problem=lambda *, ended: "the request of step 0 differs at byte 3",
+        )
 
     def close(self, rollout_id):
         self.closed.append(rollout_id)

@@ -6,7 +6,7 @@ from contextlib import aclosing
 
 import pytest
 import torch
-from vllm_server import HOME, running, vllm_server
+from vllm_server import HOME, metric, vllm_server
 
 from penstock.chat.tokenizer import Tokenizer
 from penstock.config import EngineSection
@@ -24,7 +24,7 @@ CLOSE = 1e-3
 
 Case = Callable[[Engine, EmbeddedEngine, list[int]], Coroutine[None, None, None]]
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.skipif(not HOME, reason="$PENSTOCK_VLLM is not set")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600), pytest.mark.skipif(not HOME, reason="$PENSTOCK_VLLM is not set")]
 
 
 @pytest.fixture(scope="module")
@@ -76,11 +76,12 @@ def test_seeds_stops_and_hanging_up(server: str, model: ModelFolder):
         assert (await read(vllm, prompt, Sampling(max_tokens=10, seed=3))).ids == free.ids
         stopped = await read(vllm, prompt, Sampling(max_tokens=10, seed=3, stop_ids=(free.ids[5],)))
         assert (stopped.ids, stopped.finish) == (free.ids[: free.ids.index(free.ids[5]) + 1], "stop")
-        async with aclosing(vllm.generate(prompt, Sampling(max_tokens=900))) as reply:
+        before = metric(server, "generation_tokens_total")
+        async with aclosing(vllm.generate(prompt, Sampling(max_tokens=900, seed=4))) as reply:
             await anext(reply)
-        async with asyncio.timeout(30):  # far less than 900 tokens take here
-            while await asyncio.to_thread(running, server):
-                pass
+        while await asyncio.to_thread(metric, server, "num_requests_running"):
+            pass
+        assert 0 < metric(server, "generation_tokens_total") - before < 450
 
     compare(case, server, model)
 

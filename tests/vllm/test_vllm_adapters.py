@@ -21,7 +21,7 @@ from penstock.records import Sampling
 CLOSE = 2e-3
 PROMPT = list(range(5, 40))
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.skipif(not HOME, reason="$PENSTOCK_VLLM is not set")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600), pytest.mark.skipif(not HOME, reason="$PENSTOCK_VLLM is not set")]
 
 
 @pytest.fixture(scope="module")

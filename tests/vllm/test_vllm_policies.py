@@ -22,7 +22,7 @@ CLOSE = 1e-3
 """Of two float32 implementations of one model; another version of an adapter differs by more."""
 LORA = ("--enable-lora", "--max-loras", "4", "--max-lora-rank", "16")
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.skipif(not HOME, reason="$PENSTOCK_VLLM is not set")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600), pytest.mark.skipif(not HOME, reason="$PENSTOCK_VLLM is not set")]
 
 CONFIG = """
 [run]

@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 
 from penstock import __version__
 from penstock.cli import (
+    branch,
     compare,
     controller,
     datasets,
@@ -95,6 +96,7 @@ app.command("gateway")(gateway.gateway)
 app.command("run", context_settings={"allow_interspersed_args": False})(recording.run)
 app.add_typer(rollout.app, name="rollout")
 app.command("compare")(compare.compare)
+app.command("branch")(branch.branch)
 app.command("report")(report.report)
 app.command("view")(view.view)
 app.command("verify")(verify.verify)

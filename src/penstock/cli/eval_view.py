@@ -64,7 +64,7 @@ class EvalView:
                 self._misreported += 1
                 if self._misreported == 1:
                     self.notice(misreported_text(fields))
-            elif kind == "eval.begin":
+            elif kind in ("eval.begin", "branch.begin"):
                 self._begin(fields)
             elif kind == "rollout.end" and fields["end"] != "lost":
                 self._end(fields)

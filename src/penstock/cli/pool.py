@@ -320,6 +320,7 @@ def rollout_text(task: Task, attempt: Attempt) -> str:
     message = f": {_printable(attempt.message)}" if attempt.message else ""
     rows = [
         ("group", f"{rollout.group_id}, place {rollout.place}, attempt {rollout.attempt}, channel {rollout.channel}"),
+        *([("branch", f"of {rollout.branch.rollout_id}, from its step {rollout.branch.step} on")] if rollout.branch else []),
         ("end", f"{attempt.end or 'running'}{message}"),
         ("reward", reward_text(attempt.reward)),
         *(("grade", _grade(grade)) for grade in attempt.grades),
@@ -432,7 +433,7 @@ def _steps(attempt: Attempt) -> list[str]:
             f"{len(nodes[step.node].token_ids):,}",
             f"{len(step.completion_ids):,}",
             _versions(step),
-            step.finish,
+            "replayed" if step.replayed else step.finish,
             f"{step.seconds:.2f}",
             nodes[step.node].reason or "",
         )

@@ -1,13 +1,15 @@
 """`penstock sft`: a warm start by supervised training on good rollouts of a run, or on a file of conversations."""
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import orjson
 import typer
 
-from penstock.cli.output import counts
+from penstock.cli.interrupts import INTERRUPTED, TERMINATE_S, Interrupts
+from penstock.cli.output import counts, warn
 from penstock.config import TrainSection, validate
 from penstock.errors import ConfigError
 
@@ -27,7 +29,9 @@ def sft(
     min_reward: Annotated[float, typer.Option(help="Rollouts of a run with at least this reward are learnt from.")] = 1.0,
     epochs: Annotated[int, typer.Option(min=1, help="How often each conversation is learnt from.")] = 1,
     batch_size: Annotated[int, typer.Option(min=1, help="Conversations in an update.")] = 16,
-    lr: Annotated[float, typer.Option(min=0.0, help="Learning rate.")] = 2e-5,
+    lr: Annotated[float | None, typer.Option(min=0.0, help="Learning rate; by default 2e-5, and 5e-4 for lora.")] = None,
+    method: Annotated[str, typer.Option(help="full, or lora: an adapter, merged into the model that is written.")] = "full",
+    rank: Annotated[int | None, typer.Option(help="Of the adapter's matrices; by default 16.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the order of conversations.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
@@ -35,24 +39,38 @@ def sft(
     from penstock.cli.output import stage_progress
     from penstock.models.pull import resolve
 
-    section = validate(TrainSection, {"lr": lr}, "penstock sft")
+    given = {"lr": lr, "method": method, "rank": rank}
+    section = validate(TrainSection, {key: value for key, value in given.items() if value is not None}, "penstock sft")
     with stage_progress() as progress:
         chosen = model or _model_of(source) or USUAL
         folder = resolve(chosen, progress).path
         examples = _examples(source, folder, min_reward=min_reward)
         from penstock.train.supervised import train_supervised  # torch is loaded here, after what can be refused without it
 
-        result = train_supervised(
-            folder,
-            out,
-            examples,
-            section,
-            epochs=epochs,
-            batch_size=batch_size,
-            seed=seed,
-            on_update=lambda done, total, loss: progress(f"learning, loss {loss:.3f}", done, total),
-        )
+        def work(stopped: Callable[[], bool]) -> "SupervisedResult":
+            return train_supervised(
+                folder,
+                out,
+                examples,
+                section,
+                epochs=epochs,
+                batch_size=batch_size,
+                seed=seed,
+                on_update=lambda done, total, loss: progress(f"learning, loss {loss:.3f}", done, total),
+                tell=warn,
+                stopped=stopped,
+            )
+
+        result = asyncio.run(_until_stopped(work))
     typer.echo(orjson.dumps({**result._asdict(), "folder": str(out)}).decode() if as_json else _as_text(result, out))
+    if result.updates_left:
+        raise typer.Exit(INTERRUPTED)
+
+
+async def _until_stopped(work: "Callable[[Callable[[], bool]], SupervisedResult]") -> "SupervisedResult":
+    stop = asyncio.Event()
+    with Interrupts(stop, lambda: warn("stopping after this update"), terminate_s=TERMINATE_S):
+        return await asyncio.to_thread(work, stop.is_set)
 
 
 def _model_of(source: Path) -> str | None:
@@ -81,6 +99,9 @@ async def _good_rollouts(source: Path, min_reward: float) -> "Examples":
 
 
 def _as_text(result: "SupervisedResult", out: Path) -> str:
+    if result.updates_left:
+        total = result.updates + result.updates_left
+        return f"stopped after {result.updates} of {total} updates\n  next        the same command goes on from there"
     left_out = counts(result.left_out) if result.left_out else "none"
     return "\n".join(
         [

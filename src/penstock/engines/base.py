@@ -7,7 +7,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Protocol, TypeGuard, overload
 
-from penstock.records import Finish, Sampling
+from penstock.records import Finish, Sampling, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,8 @@ class SampledChunk:
     """False: `logprobs` are under the plain softmax too, which is all that the engine tells of a tempered or truncated token."""
     kept: tuple[bytes, ...] = ()
     """See `Step.kept`."""
+    most_likely: tuple[TokenLogprobs, ...] = ()
+    """See `Step.most_likely`."""
 
 
 class Engine(Protocol):

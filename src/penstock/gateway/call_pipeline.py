@@ -17,11 +17,12 @@ from penstock.gateway.observability import GatewayMetrics
 from penstock.gateway.pending_response import PendingResponse
 from penstock.gateway.policies import PolicySources
 from penstock.gateway.recorder import Recorder, StepMetadata
+from penstock.gateway.replay import CallRequest
 from penstock.gateway.reply import Delta, ReplyBuilder, deltas_of
 from penstock.gateway.session import Session, SessionHistory
 from penstock.gateway.sources import ReplySource
 from penstock.pool.base import Pool
-from penstock.records import NO_LIMIT, ReplyGrammar, Sampling, Step
+from penstock.records import NO_LIMIT, ReplyGrammar, Sampling, Step, TokenLogprobs
 from penstock.system.async_tools import finish_shielded
 from penstock.system.redaction import Redactor
 
@@ -36,7 +37,14 @@ class ResponseWriter(Protocol):
         """Called before the first tokens; may be called again for further choices."""
         ...
 
-    async def add(self, choice: int, deltas: list[Delta], ids: Sequence[int], logprobs: Sequence[float]) -> None:
+    async def add(
+        self,
+        choice: int,
+        deltas: list[Delta],
+        ids: Sequence[int],
+        logprobs: Sequence[float],
+        most_likely: Sequence[TokenLogprobs],
+    ) -> None:
         """Send new tokens of a choice and the text they make visible. Log-probabilities are of the plain distribution."""
         ...
 
@@ -93,12 +101,15 @@ class CallPipeline:
         prompt = await self._prompt(session, caller, call)
         for kind in prompt.omitted:
             self.count(f"placeholder:{kind}")
+        context = CallContext(session, caller, call, prompt, writer, response)
+        if session.rollout.branch is not None and (repeated := await self._repeat_recorded(context)) is not None:
+            await writer.finish(prompt, [self._with_call_text(context, step) for step in repeated])
+            return
         constrained = await self._constrain(call, prompt)
         samplings = self._samplings(call, session.sampling, prompt, constrained)
-        context = CallContext(session, caller, call, prompt, writer, response)
         steps = (await session.graph(self._pool)).find_answer(response.request, call.choices) if caller.is_retry else None
         if steps is not None:
-            await self._replay(context, steps)
+            await self._replay(context, steps, "replayed_call")
         elif len(samplings) == 1:
             steps = [await self._sample(context, samplings[0], 0)]
         else:
@@ -145,7 +156,7 @@ class CallPipeline:
 
     async def _constrain(self, call: ModelCall, prompt: Prompt) -> ReplyGrammar | None:
         """The grammar of the reply. Compiling a large schema takes up to a second, hence the thread."""
-        if call.format is None and call.forced is None and not call.strict:
+        if call.format is None and call.forced is None and not call.strict and not call.allowed:
             return None
         grammar, ignored = await asyncio.to_thread(self._source(call).grammar, call, prompt)
         for name in ignored:
@@ -206,7 +217,7 @@ class CallPipeline:
                     size = len(reply.ids)
                     deltas = reply.add(chunk)
                     await context.writer.start(context.prompt)
-                    await context.writer.add(choice, deltas, reply.ids[size:], reply.full_logprobs[size:])
+                    await context.writer.add(choice, deltas, reply.ids[size:], reply.full_logprobs[size:], reply.most_likely[size:])
         except asyncio.CancelledError:
             if error := watchdog.stall_error():
                 raise error from None
@@ -218,13 +229,37 @@ class CallPipeline:
         if reply.finish not in ("stop", "length"):
             raise EngineError(f"engine {source.engine.model} broke off a reply after {len(reply.ids)} tokens")
 
-    async def _replay(self, context: CallContext, steps: list[Step]) -> None:
-        self.count("replayed_call")
+    async def _repeat_recorded(self, context: CallContext) -> list[Step] | None:
+        """Give the reply of the recorded call that a branch's call repeats; None if it is to be sampled."""
+        session, call, prompt, source = context.session, context.call, context.prompt, self._source(context.call)
+        if (replay := await session.replay(self._pool, source.tokenizer)) is None:
+            return None
+        graph = await session.graph(self._pool)
+        parent = None if prompt.parent is None else graph.nodes[graph.steps[prompt.parent].node]
+        messages = (*graph.conversation(prompt.parent), *self._recorder.clean(prompt.messages))
+        tools = prompt.tools if parent is None else graph.path_tools(parent)
+        asked = CallRequest.of(messages, tools, tuple(prompt.ids), choices=call.choices, policy=call.policy)
+        recorded = replay.find(asked, is_retry=context.caller.is_retry)
+        if recorded is None:
+            return None
+        steps = graph.answer(recorded.name)
+        try:
+            for step in recorded.steps[len(steps) :]:
+                named = replace(step, answer=recorded.name, transcript=context.caller.transcript)
+                steps.append(await self._recorder.repeat(session, prompt, named))
+        except BaseException:
+            replay.give_back(recorded)
+            raise
+        await self._replay(context, steps, "branch_replayed_call")
+        return steps
+
+    async def _replay(self, context: CallContext, steps: list[Step], counted: str) -> None:
+        self.count(counted)
         context.response.name, context.response.created = steps[0].answer, steps[0].created
         await context.writer.start(context.prompt)
         for choice, step in enumerate(steps):
             logprobs = step.full_logprobs or step.logprobs
-            await context.writer.add(choice, deltas_of(step.message), step.completion_ids, logprobs)
+            await context.writer.add(choice, deltas_of(step.message), step.completion_ids, logprobs, step.most_likely)
             await context.writer.finish_choice(choice, self._with_call_text(context, step))
 
     async def _record(self, context: CallContext, sampling: Sampling, reply: ReplyBuilder, started: float, choice: int) -> Step:
@@ -246,6 +281,8 @@ class CallPipeline:
                 self.count("usage_not_told")
         if not reply.behaviour_known:
             self.count("behaviour_logprob_unknown")
+        if sampling.top_logprobs and reply.ids and not reply.most_likely:
+            self.count("ignored:top_logprobs")
         if reply.finish == "length":
             self.count("finish:length")
         if reply.is_cut:

@@ -175,21 +175,24 @@ class TokenGraph:
     def messages(self, answer: str) -> tuple[Message, ...] | None:
         """All messages on the path of an answer's first choice, its reply included; None for an unknown answer."""
         steps = self._steps_of.get(answer)
+        return self.conversation(steps[0]) if steps else None
+
+    def conversation(self, step: int | None) -> tuple[Message, ...]:
+        """All messages on the path up to a step, its reply included; none for None."""
         parts: list[tuple[Message, ...]] = []
-        at = steps[0] if steps else None
-        while at is not None:
-            step = self.steps[at]
-            node = self.nodes[step.node]
-            parts += [(step.message,), node.messages]
-            at = node.parent
-        return tuple(chain.from_iterable(reversed(parts))) or None
+        while step is not None:
+            node = self.nodes[self.steps[step].node]
+            parts += [(self.steps[step].message,), node.messages]
+            step = node.parent
+        return tuple(chain.from_iterable(reversed(parts)))
 
     def tools(self, answer: str) -> tuple[Tool, ...] | None:
         """The tools of that path, which its root holds; None for an unknown answer."""
         steps = self._steps_of.get(answer)
-        if not steps:
-            return None
-        node = self.nodes[self.steps[steps[0]].node]
+        return self.path_tools(self.nodes[self.steps[steps[0]].node]) if steps else None
+
+    def path_tools(self, node: Node) -> tuple[Tool, ...]:
+        """The tools of the path that ends with `node`."""
         while node.parent is not None:
             node = self.nodes[self.steps[node.parent].node]
         return node.tools

@@ -22,7 +22,7 @@ from penstock.gateway.reply import Delta
 from penstock.gateway.session import RunningCall, Session
 from penstock.gateway.sources import no_tokens_error
 from penstock.http.asgi import ON_DISCONNECT, header, parse_json, read_body
-from penstock.records import Sampling, Step
+from penstock.records import Sampling, Step, TokenLogprobs
 from penstock.sdk.routing import PLACEHOLDER_NAMES
 
 PROMPT_UID = "penstock.prompt_uid"
@@ -205,6 +205,9 @@ class CountRoute:
         await response.send_body(200, orjson.dumps(self._dialect.count(tokens)))
 
 
+NO_TOKENS = UnsentTokens((), ())
+
+
 class JsonResponseWriter:
     """See `ResponseWriter`: sends one JSON body, once every choice is durable."""
 
@@ -216,7 +219,14 @@ class JsonResponseWriter:
 
     async def start(self, prompt: Prompt) -> None: ...
 
-    async def add(self, choice: int, deltas: list[Delta], ids: Sequence[int], logprobs: Sequence[float]) -> None: ...
+    async def add(
+        self,
+        choice: int,
+        deltas: list[Delta],
+        ids: Sequence[int],
+        logprobs: Sequence[float],
+        most_likely: Sequence[TokenLogprobs],
+    ) -> None: ...
 
     async def finish_choice(self, choice: int, step: Step) -> None: ...
 
@@ -234,7 +244,7 @@ class StreamResponseWriter:
         self._call = call
         self._model = model
         self._events: EventWriter | None = None
-        self._unsent: list[list[tuple[int, float]]] = [[] for _ in range(call.choices)]
+        self._unsent = [NO_TOKENS] * call.choices
         """By choice, tokens whose text is held back; the next event with text has them."""
 
     async def start(self, prompt: Prompt) -> None:
@@ -243,15 +253,22 @@ class StreamResponseWriter:
             self._events = self._dialect.events(answer)
             await self._response.send_events(self._events.start())
 
-    async def add(self, choice: int, deltas: list[Delta], ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        self._unsent[choice] += zip(ids, logprobs, strict=True)
-        events = self._started.delta(choice, deltas, self._unsent_tokens(choice))
+    async def add(
+        self,
+        choice: int,
+        deltas: list[Delta],
+        ids: Sequence[int],
+        logprobs: Sequence[float],
+        most_likely: Sequence[TokenLogprobs],
+    ) -> None:
+        self._unsent[choice] = self._unsent[choice].then(ids, logprobs, most_likely)
+        events = self._started.delta(choice, deltas, self._unsent[choice])
         if events:
-            self._unsent[choice] = []
+            self._unsent[choice] = NO_TOKENS
             await self._response.send_events(events)
 
     async def finish_choice(self, choice: int, step: Step) -> None:
-        await self._response.send_events(self._started.finish_choice(choice, step, self._unsent_tokens(choice)))
+        await self._response.send_events(self._started.finish_choice(choice, step, self._unsent[choice]))
 
     async def finish(self, prompt: Prompt, steps: list[Step]) -> None:
         await self._response.send_events(self._started.finish(steps), last=True)
@@ -260,10 +277,6 @@ class StreamResponseWriter:
     def _started(self) -> EventWriter:
         assert self._events is not None, "`start` comes first"
         return self._events
-
-    def _unsent_tokens(self, choice: int) -> UnsentTokens:
-        unsent = self._unsent[choice]
-        return UnsentTokens([token_id for token_id, _ in unsent], [logprob for _, logprob in unsent])
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from operator import is_
 
@@ -13,7 +14,7 @@ from penstock.gateway.graph import TokenGraph
 from penstock.gateway.reply import ReplyBuilder
 from penstock.gateway.session import Session
 from penstock.pool.base import Pool
-from penstock.records import Node, Sampling, Step
+from penstock.records import Message, Node, Sampling, Step
 from penstock.system.redaction import Redactor
 
 MAX_CONFLICTS = 100
@@ -44,13 +45,34 @@ class Recorder:
 
     async def record(self, session: Session, prompt: Prompt, reply: ReplyBuilder, metadata: StepMetadata) -> Step:
         """Store the reply as the rollout's next step; RequestError 503 if the store fails, 409 if the rollout has ended."""
+
+        def make(index: int, node: Node, context: str) -> Step:
+            return _step(index, node, reply, metadata, context)
+
+        return await self._append(session, prompt, reply.ids, metadata.policy, make)
+
+    async def repeat(self, session: Session, prompt: Prompt, recorded: Step) -> Step:
+        """Store a step of another rollout as the next one of this branch; raises as `record` does."""
+
+        def make(index: int, node: Node, context: str) -> Step:
+            chain = chain_digest(node.chain, message_digest(recorded.message))
+            name, number = node.rollout_id, node.id
+            return replace(
+                recorded, rollout_id=name, index=index, node=number, chain=chain, context=context, seconds=0.0, replayed=True
+            )
+
+        return await self._append(session, prompt, recorded.completion_ids, recorded.policy, make)
+
+    async def _append(
+        self, session: Session, prompt: Prompt, ids: Sequence[int], policy: str, make: Callable[[int, Node, str], Step]
+    ) -> Step:
         async with session.recording:
             for _ in range(MAX_CONFLICTS):
                 graph = await session.graph(self._pool)
-                known = graph.find(prompt.parent, prompt.chain, prompt.added, metadata.policy)
+                known = graph.find(prompt.parent, prompt.chain, prompt.added, policy)
                 node = known or _node(session.rollout_id, graph, prompt)
-                context = graph.context_hash(node, reply.ids)
-                step = _step(graph, node, reply, metadata, context.hexdigest())
+                context = graph.context_hash(node, ids)
+                step = make(graph.next_step, node, context.hexdigest())
                 try:
                     await self._store(session, step, None if known else node)
                 except PoolConflict:  # another worker took the number: try the next one
@@ -62,6 +84,11 @@ class Recorder:
                 self._breaks.update([node.reason] if node.reason and not known else ())
                 return step
         raise _not_recorded(f"other workers took {MAX_CONFLICTS} numbers before it")
+
+    def clean(self, messages: Sequence[Message]) -> tuple[Message, ...]:
+        """The messages as they are stored: without secrets, and with digests in place of bytes."""
+        kept = tuple(map(without_bytes, messages))
+        return kept if self._redactor.is_clean(kept) else tuple(map(self._redactor.message, kept))
 
     async def _store(self, session: Session, step: Step, node: Node | None) -> None:
         """Append both to the pool, with secrets removed from their texts."""
@@ -84,9 +111,7 @@ class Recorder:
         return step if message is step.message else replace(step, message=message)
 
     def _clean_node(self, node: Node) -> Node:
-        messages = tuple(map(without_bytes, node.messages))
-        if not self._redactor.is_clean(messages):
-            messages = tuple(map(self._redactor.message, messages))
+        messages = self.clean(node.messages)
         same = all(map(is_, messages, node.messages))
         return node if same else replace(node, messages=messages)
 
@@ -114,11 +139,11 @@ def _node(rollout_id: str, graph: TokenGraph, prompt: Prompt) -> Node:
     )
 
 
-def _step(graph: TokenGraph, node: Node, reply: ReplyBuilder, metadata: StepMetadata, context: str) -> Step:
+def _step(index: int, node: Node, reply: ReplyBuilder, metadata: StepMetadata, context: str) -> Step:
     message = reply.message()
     return Step(
         rollout_id=node.rollout_id,
-        index=graph.next_step,
+        index=index,
         node=node.id,
         transcript=metadata.transcript,
         completion_ids=tuple(reply.ids),
@@ -138,4 +163,5 @@ def _step(graph: TokenGraph, node: Node, reply: ReplyBuilder, metadata: StepMeta
         usage=reply.usage,
         policy=metadata.policy,
         kept=tuple(reply.kept),
+        most_likely=tuple(reply.most_likely),
     )

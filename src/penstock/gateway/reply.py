@@ -10,7 +10,7 @@ import orjson
 from penstock.chat.parsers.base import Arguments, Piece, Reasoning, ReplyParser, Text, ToolCall
 from penstock.chat.tokenizer import TextDecoder
 from penstock.engines.base import SampledChunk
-from penstock.records import Finish, Message, Usage
+from penstock.records import Finish, Message, TokenLogprobs, Usage
 
 
 class CallDelta(NamedTuple):
@@ -100,6 +100,8 @@ class ReplyBuilder(ABC):
         self.versions: list[int] = []
         self.kept: list[bytes] = []
         """See `Step.kept`."""
+        self.most_likely: list[TokenLogprobs] = []
+        """See `Step.most_likely`."""
         self.finish: Finish | None = None
         self.usage: Usage | None = None
         """The token counts that an endpoint reports, if the tokens are not known."""
@@ -177,6 +179,7 @@ class SampledReply(ReplyBuilder):
         self.behaviour_known = self.behaviour_known and chunk.behaviour_known
         self.versions += chunk.versions[:used]
         self.kept += chunk.kept[:used]
+        self.most_likely += chunk.most_likely[:used]
         deltas = self.issue(pieces)
         finish = "stop" if self._text.stopped else chunk.finish
         return deltas if finish is None else [*deltas, *self.end(finish)]
@@ -202,6 +205,7 @@ class SampledReply(ReplyBuilder):
             self.full_logprobs.append((chunk.full_logprobs or chunk.logprobs)[place])
             self.versions.append(chunk.versions[place])
             self.kept += chunk.kept[place : place + 1]
+            self.most_likely += chunk.most_likely[place : place + 1]
             second = self._second_call(pieces)
             deltas += self.issue(pieces[:second])
             if second < len(pieces):
@@ -225,7 +229,7 @@ class SampledReply(ReplyBuilder):
         said, size = self.message(), len(self.ids) - 1
         while size and not self._says(self.ids[:size], said):
             size -= 1
-        for column in (self.ids, self.logprobs, self.full_logprobs, self.versions, self.kept):
+        for column in (self.ids, self.logprobs, self.full_logprobs, self.versions, self.kept, self.most_likely):
             del column[size:]
         self.finish, self.is_cut = "stop", True
 

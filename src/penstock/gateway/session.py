@@ -16,9 +16,11 @@ from penstock.errors import PoolError, PoolFailed, RequestError
 from penstock.gateway import weights
 from penstock.gateway.auth import GatewayTokens
 from penstock.gateway.call import GatewayLimits
+from penstock.gateway.dialects.base import DialectTokenizer
 from penstock.gateway.graph import TokenGraph
 from penstock.gateway.last_request import LastRequest
 from penstock.gateway.pending_response import PendingResponse
+from penstock.gateway.replay import BranchReplay
 from penstock.gateway.shared_counters import Peers
 from penstock.pool.base import Pool
 from penstock.records import ADHOC_CHANNEL, Attempt, Message, Rollout, Sampling, Task, make_rollout
@@ -90,6 +92,7 @@ class Session:
         self._seen_counters = seen_counters
         """The other workers' counters when the pool was last read."""
         self._graph = TokenGraph(stored) if stored else None
+        self._replay: BranchReplay | None = None
         self._running: set[asyncio.Task[Any]] = set()
         self._last_requests: dict[str, LastRequest] = {}
         self._answer_numbers: dict[str, AnswerNumbers] = {}
@@ -121,6 +124,20 @@ class Session:
                 raise over_error(attempt)
             self._graph = self._graph or TokenGraph(attempt)  # another call may have read it meanwhile
         return self._graph
+
+    async def replay(self, pool: Pool, tokenizer: DialectTokenizer) -> BranchReplay | None:
+        """What answers the calls of a branch up to its step; None for any other rollout."""
+        point = self.rollout.branch
+        if self._replay is None and point is not None:
+            recorded, graph = await pool.attempt(point.rollout_id), await self.graph(pool)
+            self._replay = self._replay or BranchReplay(recorded, point, graph, tokenizer)
+        return self._replay
+
+    def branch_problem(self, *, ended: bool) -> str:
+        """Why a branch is void: how its requests left the record or, if it has `ended`, what it never asked; else empty."""
+        if self._replay is None:
+            return "its program made no model call" if ended else ""
+        return self._replay.difference or (self._replay.unfinished if ended else "")
 
     async def catch_up(self, pool: Pool) -> None:
         """Read what other workers have recorded; RequestError 409 if one of them ended the rollout."""

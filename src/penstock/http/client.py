@@ -108,7 +108,7 @@ class HttpClient:
 
     def __init__(self, timeouts: RequestTimeouts, *, key: str = "", headers: Mapping[str, str] | None = None) -> None:
         self._timeouts = timeouts
-        self._key = key
+        self.key = key
         bearer = {"authorization": f"Bearer {key}"} if key else {}
         self._headers = {"content-type": "application/json", **(bearer if headers is None else headers)}
         """Sent with every request. Without `headers`, the key is sent as a bearer token."""
@@ -217,7 +217,7 @@ class HttpClient:
     def _quote(self, text: str | bytes) -> str:
         """Return a server's text on one line, shortened, without our key or anything like a key."""
         text = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
-        plain = _BEARER.sub(r"\1…", text.replace(self._key, "…") if self._key else text)
+        plain = _BEARER.sub(r"\1…", text.replace(self.key, "…") if self.key else text)
         line = " ".join(plain.split())
         return line if len(line) <= QUOTED_CHARS else f"{line[:QUOTED_CHARS]}…"
 

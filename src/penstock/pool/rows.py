@@ -46,7 +46,7 @@ COLUMNS: dict[type[Any], tuple[ArrayColumn, ...]] = {
 }
 
 
-LEFT_OUT = frozenset({"policy", "kept"})
+LEFT_OUT = frozenset({"policy", "kept", "most_likely", "branch", "replayed"})
 """Fields that a stored record lacks where they are empty: an earlier penstock reads the pools of runs that do not use them."""
 
 
@@ -60,7 +60,7 @@ def encode_row(record: Any, name: str) -> RecordRow:
     with boundary(PoolError, f"{name} cannot be stored"):
         columns = COLUMNS.get(record.__class__, ())
         packed = tuple(_pack(column, getattr(record, column.name)) for column in columns)
-        text = to_json(_without(record, columns) if columns else record)
+        text = to_json(_without(record, columns) if columns or isinstance(record, Rollout) else record)
         return RecordRow(text, packed, _checksum(text, packed))
 
 

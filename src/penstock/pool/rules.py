@@ -56,7 +56,7 @@ def check_step(step: Step, node: Node | None) -> None:
     """Refuse a step whose token columns differ in length, or a node that is not the step's own."""
     size, full_logprobs = len(step.completion_ids), step.full_logprobs
     lengths = [len(column) for column in (step.logprobs, step.versions, *([] if full_logprobs is None else [full_logprobs]))]
-    lengths += [len(step.kept)] if step.kept else []
+    lengths += [len(column) for column in (step.kept, step.most_likely) if column]
     if lengths.count(size) != len(lengths):
         problem = f"has {size} tokens but {lengths} log-probabilities, versions and so on; record one of each per token"
     elif not math.isfinite(sum(step.logprobs) + sum(full_logprobs or ())):

@@ -122,18 +122,23 @@ class Runner:
 
     async def _attempt(self, rollout: Rollout, task: Task, sampling: Sampling) -> RolloutOutcome:
         session, limit_s = self.gateway.open(rollout, sampling, fresh=True), self.limits.agent_timeout_s
+        failed: RolloutOutcome | None = None
+        result = WorkflowResult({})
         try:
             result = await self.executor.run(task, session, rollout_id=rollout.id, timeout_s=limit_s)
         except TimeoutError:
-            return RolloutOutcome(
-                End.TIMEOUT, f"the workflow ran longer than rollout.agent_timeout_s = {limit_s:g}; raise it or do less"
-            )
+            text = f"the workflow ran longer than rollout.agent_timeout_s = {limit_s:g}; raise it or do less"
+            failed = RolloutOutcome(End.TIMEOUT, text)
         except EngineError as error:
-            return RolloutOutcome(End.ENGINE_ERROR, str(error))
+            failed = RolloutOutcome(End.ENGINE_ERROR, str(error))
         except WorkflowError as error:
-            return RolloutOutcome(End.AGENT_ERROR, str(error))
+            failed = RolloutOutcome(End.AGENT_ERROR, str(error))
         finally:
             recorded = self.gateway.close(rollout.id)
+        if rollout.branch is not None and (problem := session.branch_problem(ended=failed is None)):
+            return RolloutOutcome(End.BRANCH_DIVERGED, problem)
+        if failed is not None:
+            return failed
         if result.direct_calls:
             self.events.emit("rollout.strays", rollout_id=rollout.id, providers=list(result.direct_calls))
         if recorded is None:

@@ -98,7 +98,7 @@ async def open_rollout_runner(
 def hidden_files(config: RunConfig, folder: RunFolder, agent: Agent) -> list[Path]:
     """Returns what no agent may read: the runs, whose pools have labels and other rollouts, the datasets, and our keys."""
     runs, needed = folder.path.resolve().parent, [agent.entry, agent.source.folder, Path.cwd(), Path(sys.prefix)]
-    runs = runs.parent if runs.name == "evals" else runs
+    runs = runs.parent if runs.name in ("evals", "branches") else runs
     # All runs beside this one, if that folder holds nothing that the agent needs.
     own = folder.path if any(path.resolve().is_relative_to(runs) for path in needed) else runs
     return [own, *(path for path in (config.dataset.train, config.dataset.eval) if path), home_folder()]

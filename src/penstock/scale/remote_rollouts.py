@@ -1,13 +1,14 @@
 """The rollout source of a trainer whose rollouter is another process."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from penstock.errors import TrainError
 from penstock.events import Events
+from penstock.records import BranchPoint
 from penstock.scale.actor_calls import MAX_DEATHS, Actor, ActorGone, call_result, wait_restarted
 from penstock.scale.package import ray
 
@@ -45,6 +46,10 @@ class RemoteRollouts:
 
     async def evaluate(self) -> list[str]:
         return await self._until(lambda: self._call("evaluate", self._version), even_if_stopped=True)
+
+    async def branch(self, points: Sequence[BranchPoint]) -> list[str]:
+        asked = [(point.rollout_id, point.step) for point in points]
+        return await self._until(lambda: self._call("branch", asked, self._version))
 
     async def load(self, version: int, folder: Path) -> None:
         async with self._publishing:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from penstock.records import BranchPoint
 from penstock.run.opening import open_pool
 from penstock.scale.actor_calls import EventBuffer
 from penstock.scale.run_spec import RunSpec, exclusive_process
@@ -52,6 +53,14 @@ class AsyncRollouter:
         """See `RolloutSource.evaluate`. None, at once, where this process was never given `version`."""
         rollouts = await self._ensure_open()
         return None if rollouts.engine.version < version else await self._cancellable(rollouts.evaluate())
+
+    async def branch(self, points: list[tuple[str, int]], version: int) -> list[str] | None:
+        """See `RolloutSource.branch`; `points` are rollout ids and steps. None, at once, where it was never given `version`."""
+        rollouts = await self._ensure_open()
+        if rollouts.engine.version < version:
+            return None
+        named = [BranchPoint(rollout_id=name, step=step) for name, step in points]
+        return await self._cancellable(rollouts.branch(named))
 
     async def advance(self, steps_trained: int) -> None:
         if self._rollouts is not None:

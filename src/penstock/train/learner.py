@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from penstock.config import TrainSection
+from penstock.engines.adapter_files import AdapterConfig, model_digest
 from penstock.engines.embedded.decoder import Decoder
 from penstock.engines.embedded.lora import Adapter, read_adapter, share_decoder
-from penstock.engines.embedded.weights import load_decoder, save_decoder
+from penstock.engines.embedded.weights import load_decoder, read_weights, save_decoder
 from penstock.errors import TrainError
 from penstock.records import Sequence
 from penstock.train.advantages.base import SequenceTokens, needs_of
@@ -561,6 +562,19 @@ class Learner:
         size = sum(master.numel() for master in self._masters.values() if master.grad is None)
         moments = 0 if self._optimizer.state else sum(master.numel() for master in self._masters.values())
         return 4 * size + 8 * moments
+
+
+def make_learner(
+    decoder: Decoder, section: TrainSection, model: Path, *, seed: int, teacher: Decoder | ServedTeacher | None = None
+) -> Learner:
+    """Make the learner of a policy that starts at the files in `model`. If `decoder` is in bfloat16, its masters are read there."""
+    weight = decoder.embed.weight
+    if section.method == "lora":
+        settings = AdapterConfig(section.rank, section.alpha, section.target_modules, model.absolute(), model_digest(model))
+        adapter = Adapter(decoder.shape, settings, device=weight.device, dtype=weight.dtype, seed=seed)
+        return Learner(decoder, section, adapter=adapter, seed=seed, teacher=teacher)
+    exact = read_weights(model) if weight.dtype == torch.bfloat16 else None
+    return Learner(decoder, section, exact=exact, seed=seed, teacher=teacher)
 
 
 def is_machine_error(error: Exception) -> bool:

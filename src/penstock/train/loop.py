@@ -1,6 +1,7 @@
 """The training algorithm: claim, credit, pack, update, publish, save.
 
     lease      = pool.claim(groups whose rollouts have all ended)      while leased, no other trainer gets them
+                 with_branches(lease.groups)                           continuations, where the advantage compares them
     sequences  = credit_groups(lease.groups)                           advantages, then the paths of each token graph
     update     = learner.compute(pack(sequences))                      gradients; shared prefixes are forwarded once
                  set_aside(groups that make it fail)                   and claim again
@@ -31,6 +32,7 @@ from penstock.run.shortfalls import ScoredEnd, shortfalls, shortfalls_json
 from penstock.system.heap import trim_heap
 from penstock.train.alarms import Alarm, new_alarms
 from penstock.train.batches import Batch
+from penstock.train.branched import branch_ends, with_branches
 from penstock.train.credit import CreditedSequences, credit_groups, teaches_nothing
 from penstock.train.held_out import BackgroundEvaluation, refuse_all_failed
 from penstock.train.learner import UpdateMetrics, UpdateResult, total_metrics
@@ -191,6 +193,11 @@ async def next_step(run: TrainingRun, progress: TrainProgress, clock: "Stopwatch
         lease = await claim(run, progress, stop)
         if lease is None:
             return None
+        groups = await with_branches(lease.groups, run, stop)
+        if groups is None:
+            await run.pool.release(lease.id)
+            return None
+        lease = replace(lease, groups=tuple(groups))
         rollout_s += clock.lap()
         run.events.emit("train.start", step=progress.step + 1, groups=len(lease.groups))
         try:
@@ -438,6 +445,7 @@ def step_metrics(
         "shortfalls": shortfalls_json(shortfalls(map(_scored_end, attempts), run.config.eval.passes)),
         "masked": _masked(total),
         "breaks": dict(breaks(*attempts)),
+        **branch_ends(lease.groups),
         "inexact": dict(exact.inexact),
         "exact_tokens": exact.exact_tokens,
         "sampled_tokens": exact.sampled_tokens,

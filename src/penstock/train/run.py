@@ -20,6 +20,7 @@ from penstock.run.tracking import tracking
 from penstock.system.async_tools import leaf_errors
 from penstock.system.heap import share_heap
 from penstock.train import policy
+from penstock.train.branched import refuse_branches
 from penstock.train.held_out import BackgroundEvaluation, evaluate
 from penstock.train.loop import Fallback, TrainProgress, train_steps
 from penstock.train.promotion import promote_if_better
@@ -43,6 +44,7 @@ async def train(
     A run whose agent or grader was edited meanwhile is refused, unless `allow_code_change`.
     """
     refuse_untrainable(config)
+    refuse_branches(config)
     if config.train.promote and not inputs.heldout:
         raise ConfigError("train.promote compares held-out rewards: name a file of held-out tasks with dataset.eval")
     share_heap()

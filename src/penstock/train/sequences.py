@@ -121,6 +121,8 @@ def why_untrainable(step: Step, graph: Graph) -> str | None:
     """Returns why a step's tokens cannot be trained at any advantage, or None if they can."""
     if reason := graph.flaws.get(step.index):
         return reason
+    if step.replayed:
+        return "replayed"
     if not step.completion_ids:
         return "empty" if step.usage is None else "relayed"
     if step.finish in ("cancelled", "error"):

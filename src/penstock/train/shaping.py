@@ -14,7 +14,8 @@ def overlong(group: Group, bounds: tuple[int, int]) -> Group:
         excess = (sum(step.sampled for step in attempt.steps) - first) / (last - first)
         return {attempt.steps[-1].index: min(1.0, excess)} if excess > 0 else {}
 
-    return replace(group, attempts=tuple(less(attempt, penalty(attempt)) for attempt in group.attempts))
+    attempts, branches = (tuple(less(each, penalty(each)) for each in made) for made in (group.attempts, group.branches))
+    return replace(group, attempts=attempts, branches=branches)
 
 
 def less(attempt: Attempt, penalties: Mapping[int, float]) -> Attempt:

@@ -5,26 +5,33 @@ A warm start for reinforcement learning: a policy that never succeeds has nothin
 
 import random
 import shutil
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import orjson
-import torch
 
 from penstock.chat.renderer import Renderer
 from penstock.config import TrainSection
+from penstock.engines.adapter_files import model_digest
 from penstock.engines.embedded.engine import pick_device, pick_dtype
-from penstock.engines.embedded.weights import load_decoder, read_weights
+from penstock.engines.embedded.lora import merge_adapter
+from penstock.engines.embedded.weights import load_decoder
 from penstock.errors import ConfigError, PenstockError
-from penstock.records import Group
+from penstock.records import Group, PolicyVersion
 from penstock.records import Sequence as TrainingSequence
-from penstock.train.learner import Learner
-from penstock.train.policy import write_model
+from penstock.system.files import write_file
+from penstock.system.locks import FileLock
+from penstock.train.learner import Learner, make_learner
+from penstock.train.policy import find_intact, restore, save, write_model
 from penstock.train.sequences import sequences
 
-PART = ".part"
+PART, LOSSES = ".part", "losses.json"
+SAVE_S = 60.0
+"""Between checkpoints."""
 
 OnUpdate = Callable[[int, int, float], None]
 """Takes the number of updates done, their total, and the loss of the last."""
@@ -42,6 +49,10 @@ class SupervisedResult(NamedTuple):
     conversations: int
     tokens: int
     updates: int
+    updates_before: int
+    """Those of an earlier call, which this one went on from."""
+    updates_left: int
+    """More than 0 if it was stopped."""
     first_loss: float
     """Of the first update: the mean over conversations of the negative log-likelihood of a token."""
     last_loss: float
@@ -70,7 +81,7 @@ def conversations(file: Path, renderer: Renderer) -> Examples:
     ConfigError for a line that is no conversation.
     """
     found, left_out = list[list[TrainingSequence]](), Counter[str]()
-    for number, (messages, tools) in enumerate(_rows(file), 1):
+    for number, messages, tools in _rows(file):
         try:
             replies = list(_replies(messages, tools, renderer))
         except PenstockError as cause:
@@ -83,7 +94,7 @@ def conversations(file: Path, renderer: Renderer) -> Examples:
     return Examples(found, left_out)
 
 
-def _rows(file: Path) -> Iterator[tuple[list[Any], list[Any]]]:
+def _rows(file: Path) -> Iterator[tuple[int, list[Any], list[Any]]]:
     try:
         lines = file.read_bytes().splitlines()
     except OSError as cause:
@@ -100,7 +111,7 @@ def _rows(file: Path) -> Iterator[tuple[list[Any], list[Any]]]:
             isinstance(messages, list) and all(isinstance(each, dict) and "role" in each for each in cast("list[Any]", messages))
         ):
             raise ConfigError(f'{file}, line {number}: "messages" must be a list of objects with a "role"')
-        yield cast("list[Any]", messages), tools
+        yield number, cast("list[Any]", messages), tools
 
 
 def _replies(messages: list[Any], tools: list[Any], renderer: Renderer) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -138,31 +149,106 @@ def train_supervised(
     batch_size: int,
     seed: int,
     on_update: OnUpdate,
+    tell: Callable[[str], None] = lambda text: None,
+    stopped: Callable[[], bool] = lambda: False,
+    save_s: float = SAVE_S,
 ) -> SupervisedResult:
-    """Writes to `out` the model that `model` becomes. ConfigError if there is nothing to learn from, or `out` is there already."""
+    """Writes to `out` the model that `model` becomes; an adapter is merged into it.
+
+    It is saved every `save_s` seconds and once `stopped`; the same call goes on from there. ConfigError if there is nothing to
+    learn from, `out` is there already, or another process is making it.
+    """
     if not examples.conversations:
         why = ", ".join(f"{count} x {reason}" for reason, count in examples.left_out.items()) or "there are none"
         raise ConfigError(f"there is no conversation to learn from ({why})")
     if out.exists():
         raise ConfigError(f"{out} is there already; name another folder")
-    device = pick_device(section.device, "train.device")
-    decoder = load_decoder(model, device=device, dtype=pick_dtype(section.dtype, device))
-    half = decoder.embed.weight.dtype == torch.bfloat16
     rounds = list(_batches(examples.conversations, epochs=epochs, size=batch_size, seed=seed))
-    whole = section.model_copy(update={"steps": len(rounds), "loss": "likelihood", "updates_per_step": 1})
-    learner, losses = Learner(decoder, whole, exact=read_weights(model) if half else None, seed=seed), list[float]()
-    for done, chosen in enumerate(rounds, 1):
-        batch = learner.pack([sequence for each in chosen for sequence in each], rollouts=len(chosen))
-        losses.append(learner.compute(batch).metrics.loss)
-        learner.apply()
-        on_update(done, len(rounds), losses[-1])
+    section = section.model_copy(update={"steps": len(rounds), "loss": "likelihood", "updates_per_step": 1})
     part = out.with_name(out.name + PART)
-    shutil.rmtree(part, ignore_errors=True)
-    part.parent.mkdir(parents=True, exist_ok=True)
-    write_model(part, decoder, model)
-    part.rename(out)
-    tokens = sum(sum(sequence.trained) for each in examples.conversations for sequence in each)
-    return SupervisedResult(len(examples.conversations), tokens, len(rounds), losses[0], losses[-1], dict(examples.left_out))
+    part.mkdir(parents=True, exist_ok=True)
+    with FileLock(part / "lock") as lock:
+        if not lock.try_acquire():
+            raise ConfigError(f"another process is making {out}; wait for it, or name another folder")
+        device = pick_device(section.device, "train.device")
+        decoder = load_decoder(model, device=device, dtype=pick_dtype(section.dtype, device))
+        learner = make_learner(decoder, section, model, seed=seed)
+        saved = _Saved(part, learner, model, run=_identity(model, rounds, section, seed))
+        losses = saved.restore(tell)
+        begun, last_saved = len(losses), time.monotonic()
+        for done, chosen in enumerate(rounds[begun:], begun + 1):
+            batch = learner.pack([sequence for each in chosen for sequence in each], rollouts=len(chosen))
+            losses.append(learner.compute(batch).metrics.loss)
+            learner.apply()
+            on_update(done, len(rounds), losses[-1])
+            stop = stopped() and done < len(rounds)
+            if stop or time.monotonic() - last_saved >= save_s:
+                saved.save(losses)
+                last_saved = time.monotonic()
+            if stop:
+                break
+        else:
+            _write(learner, model, part, out)
+    return SupervisedResult(
+        conversations=len(examples.conversations),
+        tokens=sum(sum(sequence.trained) for each in examples.conversations for sequence in each),
+        updates=len(losses),
+        updates_before=begun,
+        updates_left=len(rounds) - len(losses),
+        first_loss=losses[0],
+        last_loss=losses[-1],
+        left_out=dict(examples.left_out),
+    )
+
+
+class _Saved:
+    """Checkpoints of a training that goes on, with the losses so far."""
+
+    def __init__(self, folder: Path, learner: Learner, model: Path, *, run: str) -> None:
+        self._folder, self._learner, self._model, self._run = folder, learner, model, run
+
+    def restore(self, tell: Callable[[str], None]) -> list[float]:
+        """Returns the losses of the updates that the learner has behind it."""
+        found = find_intact(self._folder, self._run)
+        if found.damaged:
+            why = "; ".join(f"{folder.name}: {problem}" for folder, problem in found.damaged.items())
+            tell(f"checkpoints in {self._folder} are not used ({why})")
+            for folder in found.damaged:
+                shutil.rmtree(folder)
+        if found.version is None:
+            return []
+        losses: list[float] = orjson.loads((self._folder / LOSSES).read_bytes())
+        restore(self._folder, found.version, self._learner)
+        tell(f"going on after update {found.version.number}")
+        return losses[: found.version.number]
+
+    def save(self, losses: list[float]) -> None:
+        write_file(self._folder / LOSSES, orjson.dumps(losses))  # before the checkpoint that counts on it
+        version = PolicyVersion(number=len(losses), step=len(losses))
+        save(self._folder, version, self._learner, self._model, run=self._run, kept=1)
+
+
+def _identity(model: Path, rounds: Iterable[list[list[TrainingSequence]]], section: TrainSection, seed: int) -> str:
+    """Of all that decides the result, so that only the same training goes on from a checkpoint."""
+    digest = blake2b(f"{model_digest(model)} {seed} {section.model_dump_json()}".encode(), digest_size=16)
+    for chosen in rounds:
+        digest.update(orjson.dumps([[(each.token_ids, each.trained, each.weight) for each in one] for one in chosen]))
+    return digest.hexdigest()
+
+
+def _write(learner: Learner, model: Path, part: Path, out: Path) -> None:
+    """Makes the model folder beside the checkpoints, then puts it in place of them."""
+    adapter, whole = part / "adapter", part / "model"
+    for folder in (adapter, whole):
+        shutil.rmtree(folder, ignore_errors=True)
+    if learner.adapter is None:
+        write_model(whole, learner.decoder, model)
+    else:
+        adapter.mkdir()
+        learner.save_weights(adapter)
+        merge_adapter(adapter, whole, base=model)
+    whole.rename(out)
+    shutil.rmtree(part)
 
 
 def _batches(

@@ -1,7 +1,7 @@
 """A training run: all that a training step uses, opened in the order of the data and closed in reverse."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -11,16 +11,15 @@ from typing import Protocol
 import torch
 
 from penstock.config import RunConfig
-from penstock.engines.adapter_files import AdapterConfig, model_digest
 from penstock.engines.base import Engine, has_adapters
 from penstock.engines.embedded.decoder import Decoder
 from penstock.engines.embedded.engine import EmbeddedEngine
-from penstock.engines.embedded.lora import Adapter
-from penstock.engines.embedded.weights import read_weights
 from penstock.engines.servers.vllm import VllmEngine
 from penstock.errors import ConfigError, TrainError
 from penstock.events import Events
 from penstock.pool.base import Pool
+from penstock.records import BranchPoint
+from penstock.rollout.branches import run_branches
 from penstock.rollout.runner import Runner
 from penstock.rollout.scheduler import Scheduler, run_once
 from penstock.run.folder import RunFolder
@@ -30,7 +29,7 @@ from penstock.run.policies import trained_policies
 from penstock.train.advantages.base import needs_of
 from penstock.train.algorithm import Advantage, load_advantage
 from penstock.train.allowed import AllowedReplay
-from penstock.train.learner import Learner
+from penstock.train.learner import Learner, make_learner
 from penstock.train.learner_device import load_learner_decoder, memory_split, refuse_learner_settings, sleeping
 from penstock.train.policy import AdapterPublisher, FolderPublisher, InPlacePublisher, PolicyPublishers, Publisher
 from penstock.train.publication import ServerPublisher, publication_ways
@@ -58,6 +57,10 @@ class RolloutSource(Protocol):
 
     async def load(self, version: int, folder: Path) -> None:
         """Sample with the weights of a model folder, as `version`, from the next token on."""
+        ...
+
+    async def branch(self, points: Sequence[BranchPoint]) -> list[str]:
+        """Make `rollout.branches` continuations from each point; returns the ids of their rollouts. Those that ended stay."""
         ...
 
     def resting(self) -> AbstractAsyncContextManager[None]:
@@ -93,6 +96,10 @@ class LocalRollouts:
             sampling=sampling(self.config, temperature=self.config.sampling.eval_temperature),
             limits=self.config.rollout,
         )
+
+    async def branch(self, points: Sequence[BranchPoint]) -> list[str]:
+        asked = sampling(self.config, temperature=self.config.sampling.temperature)
+        return await run_branches(points, self.runner, pool=self.pool, sampling=asked, limits=self.config.rollout)
 
     async def load(self, version: int, folder: Path) -> None:
         await self.engine.load(version, folder)
@@ -187,20 +194,13 @@ def open_learners(decoder: Decoder, config: RunConfig, inputs: Inputs) -> dict[s
 
 def open_learner(decoder: Decoder, config: RunConfig, inputs: Inputs) -> Learner:
     """Make the learner of a run. If `decoder` is in bfloat16, its masters are read from the start policy's files."""
-    section, seed, weight = config.train, config.run.seed, decoder.embed.weight
+    section = config.train
     advantage = load_advantage(section)
     teacher = None
     if "teacher" in needs_of(advantage):
-        teacher = open_teacher(getattr(advantage, "settings", None), inputs.folder, like=weight)
+        teacher = open_teacher(getattr(advantage, "settings", None), inputs.folder, like=decoder.embed.weight)
     try:
-        if section.method == "lora":
-            settings = AdapterConfig(
-                section.rank, section.alpha, section.target_modules, inputs.folder.absolute(), model_digest(inputs.folder)
-            )
-            adapter = Adapter(decoder.shape, settings, device=weight.device, dtype=weight.dtype, seed=seed)
-            return Learner(decoder, section, adapter=adapter, seed=seed, teacher=teacher)
-        exact = read_weights(inputs.folder) if weight.dtype == torch.bfloat16 else None
-        return Learner(decoder, section, exact=exact, seed=seed, teacher=teacher)
+        return make_learner(decoder, section, inputs.folder, seed=config.run.seed, teacher=teacher)
     except torch.OutOfMemoryError as cause:
         raise TrainError(
             "the GPU's memory is too small for the trainer's copy of the weights; set engine.cache_tokens to less, "

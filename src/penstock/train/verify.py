@@ -56,7 +56,7 @@ def count_versions(read: Iterable[tuple[Attempt, Graph]]) -> Counter[int]:
     counted: Counter[int] = Counter()
     for _, graph in read:
         for step in graph.steps.values():
-            if step.index not in graph.flaws:
+            if step.index not in graph.flaws and not step.replayed:
                 counted.update(step.versions)
     return counted
 
@@ -71,7 +71,8 @@ def make_probes(
     """Returns one sequence per path with tokens of `version`. A token on several paths is probed on the first only."""
     probes = Probes([], [], [])
     for attempt, graph in read:
-        left = {i for i, step in graph.steps.items() if version in step.versions and i not in graph.flaws}
+        sampled = {i: step for i, step in graph.steps.items() if not step.replayed}  # others are probed in the rollout they repeat
+        left = {i for i, step in sampled.items() if version in step.versions and i not in graph.flaws}
         allowed = {i: chosen_from(graph.steps[i], replay) for i in left if graph.steps[i].limited}
         for index, found in allowed.items():
             if found.problem:

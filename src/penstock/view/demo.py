@@ -1,4 +1,4 @@
-"""The recorded run that comes with penstock, for `penstock view --demo`: the tiny policy learns to multiply."""
+"""The recordings that come with penstock, for `penstock view --demo`: the tiny policy learns to multiply, and is evaluated."""
 
 import tarfile
 import tempfile
@@ -11,7 +11,7 @@ ARCHIVE = Path(__file__).parent / "demo.tar.xz"
 
 @contextmanager
 def demo_folder() -> Generator[Path]:
-    """Yields a temporary folder with the run."""
+    """Yields a temporary folder with the run and its evaluations."""
     with tempfile.TemporaryDirectory(prefix="penstock-demo-") as folder:
         with tarfile.open(ARCHIVE) as archive:
             archive.extractall(folder, filter="data")

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterable
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
 from penstock.errors import PenstockError
 from penstock.pool.sql import reads
@@ -25,9 +25,9 @@ AFTER_LAST = 2**62
 def run_line(files: ViewedRun, run_id: str) -> dict[str, Any]:
     """Returns the line of a run in the list."""
     metrics = files.metrics
-    mean: dict[str, float] = files.summary().get("reward") or {}
+    mean = _evaluated_reward(files.summary())
     rewards = [reward for reward in metrics.columns["reward"] if reward is not None]
-    reward = rewards[-1] if rewards else mean.get("value")
+    reward = rewards[-1] if rewards else mean
     return {
         "id": run_id,
         "name": str(files.setting("run", "name") or files.path.name),
@@ -42,6 +42,14 @@ def run_line(files: ViewedRun, run_id: str) -> dict[str, Any]:
         "alarms": files.alarms.counts.total() - files.alarms.counts["notice"],
         "changed": files.changed(),
     }
+
+
+def _evaluated_reward(summary: dict[str, Any]) -> float | None:
+    """Returns the mean reward of an evaluation; None in other runs."""
+    outcome = summary.get("outcome")
+    reward = cast("dict[str, Any]", outcome).get("reward") if isinstance(outcome, dict) else None
+    value = cast("dict[str, Any]", reward).get("value") if isinstance(reward, dict) else None
+    return value if isinstance(value, int | float) else None
 
 
 def runs_list(runs: OpenRuns) -> dict[str, Any]:

@@ -18,7 +18,8 @@ class ByPlace(ScriptedEngine):
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, rollout_id: str = "", policy: str = ""
     ) -> AsyncGenerator[SampledChunk, None]:
-        place = rollout_id.split(".")[1]
+        parts = rollout_id.split(".")
+        place = "".join((parts[1], *parts[3:5]))  # of a branch: the place of its rollout, the step, and its own place
         rng = random.Random(f"{policy} {place} {tuple(prompt_ids)}".strip())
         self._next = lambda prompt: "".join(rng.choices("abcdef ", k=rng.randrange(3, 9)))
         async with aclosing(super().generate(prompt_ids, sampling, rollout_id=rollout_id)) as chunks:

@@ -111,7 +111,7 @@ def test_text_reaches_the_client_while_the_engine_is_still_sampling():
     run([ScriptedReply(" It is 42.", stall_after=1)], steps, serves=True)
 
 
-@pytest.mark.parametrize("asked", [{"prompt": ["a", "b"]}, {"prompt": "a", "suffix": "b"}, {"prompt": "a", "logprobs": 3}])
+@pytest.mark.parametrize("asked", [{"prompt": ["a", "b"]}, {"prompt": "a", "suffix": "b"}, {"prompt": "a", "logprobs": 30}])
 def test_what_is_not_offered_is_refused_by_name(asked):
     async def steps(client, engine, bench, session):
         with pytest.raises(openai.BadRequestError) as refusal:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from rollout_cases import TASK, Bench, EngineDown, good_grade
 from penstock.gateway.control import EndBody
 from penstock.pool.base import Pool
 from penstock.pool.sqlite import SqlitePool
-from penstock.records import End, Rollout, Sampling
+from penstock.records import BranchPoint, End, Rollout, Sampling
 from penstock.rollout.scheduler import LOST
 from penstock.view.export import write_report
 
@@ -57,6 +58,13 @@ async def stop_one(pool: Pool, before: Callable[[Rollout], Awaitable[object]] | 
         await asyncio.wait({job})
 
 
+async def diverge(pool: Pool) -> None:
+    """As a branch that the gateway finds to differ from its record."""
+    bench = Bench(calling(), pool=pool)
+    async with bench.opened() as (rollout,):
+        await bench.runner.run(replace(rollout, branch=BranchPoint(rollout_id="train-9.0.1", step=0)), TASK, Sampling())
+
+
 def told(end: str, message: str) -> Callable[[Pool], Awaitable[None]]:
     """By a runner elsewhere, over the control route."""
     body = EndBody.model_validate_json(json.dumps({"end": end, "message": message}))
@@ -73,6 +81,7 @@ CASES: dict[End, tuple[Callable[[Pool], Awaitable[None]], str]] = {
     End.GRADER_ERROR: (lambda pool: run_one(pool, calling(), no_grade), "reward"),
     End.REFUSED: (told("refused", "no room for it"), "no room for it"),
     End.SUPERSEDED: (told("superseded", "another attempt runs"), "another attempt runs"),
+    End.BRANCH_DIVERGED: (diverge, "differs at byte 3"),
 }
 
 

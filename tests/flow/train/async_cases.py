@@ -31,7 +31,7 @@ from penstock.train.run import train
 from penstock.train.summary import Summary
 
 HERE = Path(__file__).parent / "async_run"
-DEADLINE_S = 60.0
+DEADLINE_S = 180.0
 CONFIG = """
 [run]
 name = "run"

@@ -4,9 +4,10 @@ Each rollout has two turns of two tokens. A turn is right if its first token is 
 turn wants another half. The rollout earns 1 if both are right; each step is graded too.
 """
 
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,14 +15,15 @@ from training_cases import SHAPE, VOCAB
 
 from penstock.config import TrainSection
 from penstock.engines.embedded.decoder import Decoder, causal
-from penstock.records import Attempt, End, Grade, Group, Node, Sampling, Step, Task, make_rollout
+from penstock.records import Attempt, BranchPoint, End, Grade, Group, Node, Sampling, Step, Task, make_rollout
 from penstock.train.advantages import ADVANTAGES
+from penstock.train.advantages.base import needs_of
 from penstock.train.algorithm import Advantage, load_advantage
 from penstock.train.credit import credit_groups
 from penstock.train.learner import Learner
 from penstock.train.losses import LOSSES
 
-GROUPS, SIZE, STEPS, REPLY = 4, 8, 14, 2
+GROUPS, SIZE, STEPS, REPLY, BRANCHES = 4, 8, 14, 2, 4
 SETTINGS: dict[str, dict[str, Any]] = {"pass_at_k": {"k": 2}, "gae": {"value_lr": 3e-2}}
 
 
@@ -92,21 +94,43 @@ def attempt(group: str, place: int, task: int, turns: list[tuple[torch.Tensor, t
     return Attempt(rollout=rollout, end=End.COMPLETED, nodes=tuple(made), steps=tuple(steps), grades=(whole, *own))
 
 
+def branched(decoder: Decoder, group: Group) -> Group:
+    """The group with continuations from the second turn of each rollout."""
+    made = list[Attempt]()
+    for each in group.attempts:
+        path = (*each.nodes[0].token_ids, *each.steps[0].completion_ids, *each.nodes[1].token_ids)
+        second, _ = reply(decoder, torch.tensor([path] * BRANCHES))
+        point = BranchPoint(rollout_id=each.rollout.id, step=1)
+        for place, tokens in enumerate(second.tolist()):
+            right = each.steps[0].completion_ids[0] < VOCAB // 2 and tokens[0] >= VOCAB // 2
+            rollout = make_rollout(f"{each.rollout.id}.step1", group.id, place, channel="branch", branch=point)
+            grade = Grade(rollout_id=rollout.id, reward=float(right), source="test")
+            made.append(Attempt(rollout=rollout, end=End.COMPLETED, grades=(grade,)))
+    return replace(group, branches=tuple(made))
+
+
 def run_of(section: TrainSection, learner: Learner, advantage: Advantage) -> Any:
     """What `credit_groups` reads of a run."""
     return SimpleNamespace(config=SimpleNamespace(train=section), learners={"": learner}, advantage=advantage, replay=None)
 
 
+class Learnt(NamedTuple):
+    reward: float
+    """Mean of the last rollouts."""
+    policy: Decoder
+
+
 @cache
-def learnt(seed: int, **changes: Any) -> float:
-    """The mean reward of the last rollouts of a run."""
+def learnt(seed: int, *, teacher: Decoder | None = None, **changes: Any) -> Learnt:
     chosen = {key: dict(value) if key.endswith("_settings") else value for key, value in changes.items()}
     section = TrainSection.model_validate({"lr": 1e-2, "steps": STEPS, "updates_per_step": 2, **chosen})
     decoder = make_policy(seed)
-    learner, found = Learner(decoder, section), list[float]()
+    learner, found = Learner(decoder, section, teacher=teacher), list[float]()
     run = run_of(section, learner, load_advantage(section))
     for number in range(STEPS):
         groups = sample_groups(decoder, number)
+        if "branches" in needs_of(run.advantage):
+            groups = [branched(decoder, group) for group in groups]
         found += [sum(group.rewards) / SIZE for group in groups]
         credit = credit_groups(groups, run)[""]
         if not credit.sequences:
@@ -116,17 +140,18 @@ def learnt(seed: int, **changes: Any) -> float:
         for _ in range(section.updates_per_step):
             proximal = learner.compute(batch, proximal).proximal
             learner.apply()
-    return sum(found[-3 * GROUPS :]) / (3 * GROUPS)
+    return Learnt(sum(found[-3 * GROUPS :]) / (3 * GROUPS), decoder)
 
 
 def beats_control(**changes: Any) -> None:
-    control, made = learnt(0, lr=0.0), learnt(0, **changes)
+    control, made = learnt(0, lr=0.0).reward, learnt(0, **changes).reward
     assert made > control + 0.3, f"{made:.2f}, without learning {control:.2f}"
 
 
-@pytest.mark.parametrize("name", [name for name in ADVANTAGES if name != "distill"])  # which has no rewards: test_distill.py
+@pytest.mark.parametrize("name", list(ADVANTAGES))
 def test_every_advantage_learns(name: str):
-    beats_control(advantage=name, advantage_settings=tuple(SETTINGS.get(name, {}).items()))
+    taught = {"teacher": learnt(1).policy} if name == "distill" else {}  # by what another start learnt from rewards
+    beats_control(advantage=name, advantage_settings=tuple(SETTINGS.get(name, {}).items()), **taught)
 
 
 @pytest.mark.parametrize("name", list(LOSSES))

@@ -129,7 +129,7 @@ async def sampled_group(model: str, samplings=SAMPLINGS, *, grammar: bool = True
         await engine.close()
 
 
-@pytest.mark.parametrize("model", ["tiny", pytest.param("smollm2-135m", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("model", ["tiny", pytest.param("smollm2-135m", marks=[pytest.mark.slow, pytest.mark.soak])])
 def test_engine_and_trainer_agree_on_constrained_log_probabilities(model: str):
     group, replay, decoder = asyncio.run(sampled_group(model))
     made = sequences(group, [1.0, -1.0, 0.5], replay=replay)
@@ -144,7 +144,7 @@ TRUNCATED = (
 )
 
 
-@pytest.mark.parametrize("model", ["tiny", pytest.param("smollm2-135m", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("model", ["tiny", pytest.param("smollm2-135m", marks=[pytest.mark.slow, pytest.mark.soak])])
 @pytest.mark.parametrize("grammar", [False, True])
 def test_engine_and_trainer_agree_on_truncated_log_probabilities(model: str, grammar: bool):
     group, _, decoder = asyncio.run(sampled_group(model, TRUNCATED, grammar=grammar))

@@ -2,10 +2,16 @@
 
 import asyncio
 import json
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from test_algorithms_learn import make_policy, sample_groups
 from typer.testing import CliRunner
 
@@ -17,7 +23,15 @@ from penstock.errors import ConfigError
 from penstock.models.pull import resolve
 from penstock.models.tiny import tiny_task
 from penstock.records import Group
-from penstock.train.supervised import Examples, conversations, good_rollouts, train_supervised
+from penstock.train.supervised import Examples, SupervisedResult, conversations, good_rollouts, train_supervised
+
+RUN = """
+import sys
+from penstock.cli.app import run
+from penstock.train.supervised import train_supervised
+train_supervised.__kwdefaults__["save_s"] = 0.0  # after each update
+sys.exit(run(sys.argv[1:]))
+"""
 
 
 def conversation(a: int, b: int) -> dict[str, object]:
@@ -84,6 +98,63 @@ def test_it_learns_and_writes_a_model_that_loads(tiny: Path, file: Path, tmp_pat
         train_supervised(
             *(tiny, tmp_path / "warm", examples, TrainSection()), epochs=1, batch_size=8, seed=0, on_update=lambda *_: None
         )
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_a_stopped_training_goes_on_to_the_same_weights(tiny: Path, file: Path, tmp_path: Path, method: str):
+    examples, told = conversations(file, Renderer.load(tiny)), list[str]()
+    section, done = TrainSection.model_validate({"method": method, "lr": 1e-3}), list[int]()
+
+    def train(out: str, **more: Any) -> SupervisedResult:
+        return train_supervised(
+            *(tiny, tmp_path / out, examples, section),
+            **{"epochs": 3, "batch_size": 8, "seed": 0, "tell": told.append, **more},
+            on_update=lambda number, total, loss: done.append(number),
+        )
+
+    whole = train("whole")
+    first = train("parts", stopped=lambda: len(done) == 6 + 4)
+    assert (first.updates, first.updates_left) == (4, 2) and not (tmp_path / "parts").exists()
+    second = train("parts")
+    assert (second.updates_before, second.updates, second.updates_left) == (4, 6, 0) and told == ["going on after update 4"]
+    assert (second.first_loss, second.last_loss) == (whole.first_loss, whole.last_loss)
+    for name, weight in load_decoder(tmp_path / "whole").state_dict().items():
+        assert torch.equal(weight, load_decoder(tmp_path / "parts").state_dict()[name]), name
+    assert not (tmp_path / "parts.part").exists()
+
+
+def test_another_training_does_not_go_on_from_a_checkpoint(tiny: Path, file: Path, tmp_path: Path):
+    examples, told = conversations(file, Renderer.load(tiny)), list[str]()
+    for lr, stop in ((1e-3, True), (2e-3, False)):
+        result = train_supervised(
+            *(tiny, tmp_path / "warm", examples, TrainSection(lr=lr)),
+            **{"epochs": 1, "batch_size": 8, "seed": 0, "tell": told.append, "stopped": lambda stop=stop: stop},
+            on_update=lambda *_: None,
+        )
+    assert (result.updates_before, result.updates) == (0, 2)
+    [text] = told
+    assert "are not used (000001: it belongs to another run)" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_killed_command_is_taken_up_by_the_same_command(file: Path, tmp_path: Path, number: signal.Signals):
+    out = tmp_path / "warm"
+    command = [sys.executable, "-c", RUN, "sft", str(file), "--out", str(out), "--model", "tiny", "--epochs", "400", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 100
+        while not list(out.with_name("warm.part").glob("0*[0-9]/state.json")):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(number)
+        said, _ = process.communicate(timeout=60)
+    if number == signal.SIGINT:
+        assert process.returncode == 130 and json.loads(said)["updates_left"] > 0
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        while "going on after update" not in (line := process.stderr.readline()):
+            assert line, process.wait()
+        process.kill()
 
 
 def test_nothing_to_learn_from_is_one_line(tiny: Path, tmp_path: Path):

@@ -33,7 +33,7 @@ def test_runs_are_listed_with_their_reward_and_status(screens):
     assert set(found) == {"run", "before", "after"}
     run = found["run"]
     assert (run["kind"], run["status"], run["model"], run["step"], run["steps"]) == ("train", "finished", HOSTILE, 3, 3)
-    assert run["spark"] == [0.5, 0.5, 0.5] and found["before"]["kind"] == "eval"
+    assert run["spark"] == [0.5, 0.5, 0.5] and (found["before"]["kind"], found["before"]["reward"]) == ("eval", 0.5)
 
 
 def test_a_run_shows_what_was_lost_and_why(screens):

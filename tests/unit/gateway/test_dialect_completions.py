@@ -40,7 +40,7 @@ WRONG = [
     ({"suffix": "end"}, "suffix"),
     ({"best_of": 3}, "best_of"),
     ({"n": 2, "best_of": 4}, "best_of"),
-    ({"logprobs": 5}, "logprobs"),
+    ({"logprobs": 50}, "logprobs"),
     ({"logprobs": 0, "echo": True}, "echo"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"logit_bias": {"1": 5}}, "logit_bias"),

@@ -1,11 +1,12 @@
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from penstock.config import TrainSection
 from penstock.errors import ConfigError, TrainError
-from penstock.records import Attempt, End, Grade, Group, Sampling, Step, Task, make_rollout
+from penstock.records import Attempt, BranchPoint, End, Grade, Group, Sampling, Step, Task, make_rollout
 from penstock.train.advantages import ADVANTAGES, DIVISORS
 from penstock.train.advantages.base import SequenceTokens, credit_by_step, level_of, over_batch
 from penstock.train.advantages.dr_grpo import dr_grpo
@@ -19,6 +20,7 @@ from penstock.train.advantages.rewards_to_go import RewardsToGoSettings, rewards
 from penstock.train.advantages.rloo import rloo
 from penstock.train.advantages.transcript_grpo import TranscriptGrpoSettings, transcript_grpo
 from penstock.train.advantages.turn_grpo import TurnGrpoSettings, turn_grpo
+from penstock.train.advantages.vine import VineSettings, vine
 from penstock.train.algorithm import credit_of, load_advantage, settings_of
 
 OF_REWARDS = [name for name in ADVANTAGES if level_of(ADVANTAGES.load(name)) != "token"]
@@ -231,3 +233,42 @@ def test_every_advantage_names_its_paper_and_works_without_settings(name: str):
     assert level_of(function) in ("group", "batch", "token")
     kind = settings_of(function)
     assert kind is None or not any(field.is_required() for field in kind.model_fields.values())
+
+
+def branch_of(attempt: Attempt, index: int, *rewards: float | None) -> tuple[Attempt, ...]:
+    """Continuations from a step; None is one that is void."""
+    point, made = BranchPoint(rollout_id=attempt.rollout.id, step=index), list[Attempt]()
+    for place, reward in enumerate(rewards):
+        rollout = make_rollout(f"{attempt.rollout.id}.step{index}", "t", place, channel="branch", branch=point)
+        grades = () if reward is None else (Grade(rollout_id=rollout.id, reward=reward, source="test"),)
+        end = End.BRANCH_DIVERGED if reward is None else End.COMPLETED
+        made.append(Attempt(rollout=rollout, end=end, grades=grades))
+    return tuple(made)
+
+
+def test_vine_gives_each_call_what_it_added_to_the_value():
+    calls = (step(0), step(1), step(2))
+    won, lost = graded(0, {"reward": 1.0}, steps=calls), graded(1, {"reward": 0.0}, steps=calls)
+    # Before the first call both are worth the mean of the group, 0.5. The second call of the first rollout made it: 0.25 → 1.
+    branches = (
+        *branch_of(won, 1, 0.0, 0.0, 1.0, 0.0),
+        *branch_of(won, 2, 1.0, 1.0, None, None),
+        *branch_of(lost, 1, 0.5, 0.5),
+        *branch_of(lost, 2, None, None),
+    )
+    made = replace(group_of(won, lost), branches=branches)
+    # All branches from the last call of the second rollout are void: it shares with the call before what was lost, 0.5 → 0.
+    assert vine(made, VineSettings()) == [{0: -0.25, 1: 0.75, 2: 0.0}, {0: 0.0, 1: -0.5, 2: -0.5}]
+    scaled = vine(made, VineSettings(scaled=True))
+    assert scaled[0][1] == pytest.approx(1.5, abs=1e-4)
+    # With at least three continuations, only the first call of the first rollout has a value of its own.
+    assert vine(made, VineSettings(least=3)) == [{0: -0.25, 1: 0.75, 2: 0.75}, {0: -0.5, 1: -0.5, 2: -0.5}]
+
+
+def test_vine_sums_to_what_the_rollout_earned_above_the_mean():
+    calls = tuple(step(index) for index in range(4))
+    won, lost = graded(0, {"reward": 1.0}, steps=calls), graded(1, {"reward": 0.25}, steps=calls)
+    made = replace(group_of(won, lost), branches=(*branch_of(won, 1, 0.2), *branch_of(won, 2, 0.9), *branch_of(won, 3, 0.4)))
+    first, second = vine(made, VineSettings())
+    assert sum(first.values()) == pytest.approx(1.0 - 0.625)
+    assert set(second.values()) == {0.25 - 0.625}  # without a branch, all calls share

@@ -16,17 +16,19 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from penstock.engines.embedded.attention import DecodeAttention, PrefillAttention
 from penstock.engines.embedded.decoder import Decoder
 from penstock.engines.embedded.grammars import GrammarState, forbid
 from penstock.engines.embedded.kv_cache import KeyValues, PrefixTree, Segment, TailCache
 from penstock.engines.embedded.lora import AdapterSlots
-from penstock.engines.embedded.sampling import DrawnTokens, sample
+from penstock.engines.embedded.sampling import DrawnTokens, MostLikely, most_likely, sample
 from penstock.engines.token_sets import pack_set
 from penstock.errors import ConfigError
-from penstock.records import Finish, Sampling
+from penstock.records import Finish, Sampling, TokenLogprobs
 
 MAX_ABSORBED = 384
 """At most this many tokens at the end of a path are copied to the tail: all tails are read at once, but segments one by one.
@@ -77,6 +79,8 @@ class DrawnChunk(NamedTuple):
     """Why the request cannot go on; with finish "error" only."""
     kept: tuple[bytes, ...] = ()
     """See `Step.kept`."""
+    most_likely: tuple[TokenLogprobs, ...] = ()
+    """See `Step.most_likely`."""
 
 
 @dataclass(eq=False, slots=True)
@@ -270,9 +274,10 @@ class EngineCore:
         hidden = self.decoder(self._tensor([tokens]), self._tensor([positions]), self._attend)
         logits = forbid(self.decoder.logits(hidden[0]), [r.grammar for r in requests])
         drawn = sample(logits, [r.sampling for r in requests], [r.uniform() for r in requests])
-        return self._append_all(drawn)
+        wanted = max(r.sampling.top_logprobs for r in requests)
+        return self._append_all(drawn, most_likely(logits, wanted) if wanted else None)
 
-    def _append_all(self, drawn: DrawnTokens) -> list[DrawnChunk]:
+    def _append_all(self, drawn: DrawnTokens, likely: MostLikely | None) -> list[DrawnChunk]:
         """Append each row's token to its request; remove requests that finish."""
         rows: list[list[float]] = torch.stack([part.double() for part in drawn[:3]], dim=1).tolist()  # pyright: ignore[reportUnknownVariableType]
         sampled = [self._append(active.request, *row) for active, row in zip(self.running, rows, strict=True)]
@@ -281,6 +286,12 @@ class EngineCore:
             sampled = [
                 chunk._replace(kept=(pack_set(row),)) if keeps_sets(chunk.request.sampling) else chunk
                 for chunk, row in zip(sampled, kept, strict=True)
+            ]
+        if likely is not None:
+            told = torch.stack([part.double() for part in likely], dim=1).cpu().numpy()  # [rows, 2, count]
+            sampled = [
+                chunk._replace(most_likely=tell_likely(chunk.request.sampling, row[None]))
+                for chunk, row in zip(sampled, told, strict=True)
             ]
         for active, token in zip(list(self.running), sampled, strict=True):
             if token.finish and token.finish != "error":
@@ -317,6 +328,17 @@ class EngineCore:
 def keeps_sets(sampling: Sampling) -> bool:
     """Whether it is recorded what each token was chosen from."""
     return sampling.truncated and sampling.temperature > 0.0
+
+
+def tell_likely(sampling: Sampling, told: NDArray[np.float64]) -> tuple[TokenLogprobs, ...]:
+    """What a request gets of the most likely tokens of some steps: ids and log-probabilities, [steps, 2, count]."""
+    count = sampling.top_logprobs
+    if not count:
+        return ()
+    rows: list[list[list[float]]] = told[:, :, :count].tolist()
+    return tuple(
+        tuple((int(token_id), logprob) for token_id, logprob in zip(*row, strict=True) if logprob > -math.inf) for row in rows
+    )
 
 
 class Ending(NamedTuple):

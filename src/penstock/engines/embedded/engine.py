@@ -34,7 +34,7 @@ from penstock.engines.embedded.lora import Adapter, read_adapter
 from penstock.engines.embedded.paged_core import PagedCore, free_tokens
 from penstock.engines.embedded.weights import load_decoder
 from penstock.errors import ConfigError, EngineBusy, EngineError, ModelError
-from penstock.records import Sampling
+from penstock.records import MAX_TOP_LOGPROBS, Sampling
 from penstock.system.processes import switch_threads_often
 
 MAX_FAILED_STEPS = 3
@@ -70,6 +70,7 @@ class RequestOutput:
                 logprobs=chunk.logprobs[:good],
                 full_logprobs=chunk.full_logprobs[:good],
                 kept=chunk.kept[:good],
+                most_likely=chunk.most_likely[:good],
                 finish=None,
             )
             if good:
@@ -103,6 +104,7 @@ class RequestOutput:
                 (version,) * count,
                 chunk.finish,
                 kept=chunk.kept,
+                most_likely=chunk.most_likely,
             )
         return SampledChunk(
             ids=tuple(chain.from_iterable(chunk.ids for chunk, _ in chunks)),
@@ -111,6 +113,7 @@ class RequestOutput:
             versions=tuple(chain.from_iterable(repeat(version, len(chunk.ids)) for chunk, version in chunks)),
             finish=chunks[-1][0].finish,
             kept=tuple(chain.from_iterable(chunk.kept for chunk, _ in chunks)),
+            most_likely=tuple(chain.from_iterable(chunk.most_likely for chunk, _ in chunks)),
         )
 
 
@@ -259,6 +262,8 @@ class EmbeddedEngine:
             raise EngineError(f"temperature = {sampling.temperature}: give 0 (greedy) or a positive number")
         if not (0.0 < sampling.top_p <= 1.0 and 0.0 <= sampling.min_p <= 1.0 and sampling.top_k >= 0):
             raise EngineError("give top_p in (0, 1], min_p in [0, 1] and top_k >= 0")
+        if not 0 <= sampling.top_logprobs <= MAX_TOP_LOGPROBS:
+            raise EngineError(f"top_logprobs = {sampling.top_logprobs}: give 0 to {MAX_TOP_LOGPROBS}")
         if sampling.stop and self._core.decode_text is None:
             raise EngineError("stop strings need a tokenizer, and this engine was opened without one; use stop ids")
 

@@ -21,7 +21,8 @@ from penstock.engines.embedded.decoder import Decoder, DecoderLayer
 from penstock.engines.embedded.fused import KeyValueRows, PrefillBlocks
 from penstock.engines.embedded.kv_cache import NO_ADAPTER
 from penstock.engines.embedded.lora import AdapterSlots
-from penstock.records import Sampling
+from penstock.engines.embedded.sampling import most_likely
+from penstock.records import MAX_TOP_LOGPROBS, Sampling
 
 MAX_STOPS = 8
 """Stop ids that the device compares with; a request with more is stopped by the host."""
@@ -42,6 +43,15 @@ CONTEXT_ROWS = 1 << 19
 """Rows of all contexts of a captured pass together."""
 
 
+class DrawKind(NamedTuple):
+    """How the tokens of a step are drawn; each kind is captured on its own."""
+
+    truncated: bool = False
+    """Whether some lane has top-k, top-p or min-p."""
+    likely: bool = False
+    """Whether some lane is told the most likely tokens."""
+
+
 @dataclass(eq=False, slots=True)
 class StepResults:
     """Tokens of some steps, on their way to the host."""
@@ -51,6 +61,8 @@ class StepResults:
     done: torch.cuda.Event | None
     kept: Tensor | None = None
     """[lanes, steps, bytes]: a bit for each token that could be drawn; None without truncated sampling."""
+    likely: Tensor | None = None
+    """[lanes, steps, 2, MAX_TOP_LOGPROBS]: ids and log-probabilities of the most likely tokens; None if no lane is told."""
 
     def read(self) -> NDArray[np.float64]:
         """Wait for them."""
@@ -118,9 +130,11 @@ class Lanes:
         self._out = torch.zeros(lanes, max_steps, 3, dtype=torch.float64, device=device)
         self._kept: Tensor | None = None
         """[lanes, steps, bytes]: a bit for each token that truncated sampling leaves; made when it is first needed."""
+        count = min(MAX_TOP_LOGPROBS, shape.vocab_size)
+        self._likely = torch.zeros(lanes, max_steps, 2, count, dtype=torch.float64, device=device)
         self._bit_values = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=device)
-        self.captured: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
-        """Steps, by the number of lanes and whether sampling is truncated."""
+        self.captured: dict[tuple[int, DrawKind], torch.cuda.CUDAGraph] = {}
+        """Steps, by the number of lanes and how they draw."""
         self.captured_passes: dict[int, torch.cuda.CUDAGraph] = {}
         """Prefill passes, by their size."""
         most = PREFILL_SIZES[-1]
@@ -132,8 +146,8 @@ class Lanes:
                 torch.zeros(most, 4, dtype=torch.int32, device=device),
             ),
         )
-        self.captured_parts: dict[tuple[int, bool | None], torch.cuda.CUDAGraph] = {}
-        """Halves of steps: the layers by the number of lanes and None, the draw by that and whether sampling is truncated."""
+        self.captured_parts: dict[tuple[int, DrawKind | None], torch.cuda.CUDAGraph] = {}
+        """Halves of steps: the layers by the number of lanes and None, the draw by that and its kind."""
         self._hidden = torch.zeros(lanes, shape.hidden, dtype=weight.dtype, device=device)
         words = (shape.vocab_size + 31) // 32
         self._allowed = torch.full((lanes, words), -1, dtype=torch.int32, device=device)  # a bit for each token
@@ -145,19 +159,19 @@ class Lanes:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(device))
 
-    def run(self, lanes: int, steps: int, *, truncated: bool) -> StepResults:
+    def run(self, lanes: int, steps: int, kind: DrawKind) -> StepResults:
         """Queue `steps` steps of the first `lanes` lanes."""
         with self._queue():
             self._cursor.zero_()
-            kept = self._kept_bits(lanes, steps) if truncated else None
+            kept = self._kept_bits(lanes, steps) if kind.truncated else None
             if self.graphs_enabled:
-                graph = self.captured.get((lanes, truncated)) or self._capture(lanes, truncated)
+                graph = self.captured.get((lanes, kind)) or self._capture(lanes, kind)
                 for _ in range(steps):
                     graph.replay()
             else:
                 for _ in range(steps):
-                    self._step(lanes, truncated)
-            return self._fetch(self._out[:lanes, :steps], kept)
+                    self._step(lanes, kind)
+            return self._fetch(lanes, steps, kept, likely=kind.likely)
 
     def forward(self, lanes: int) -> None:
         """Queue the first half of a step, all but the draw, unless that was done. The host may work on `draw` meanwhile."""
@@ -167,15 +181,15 @@ class Lanes:
             self._replay(lanes, None, lambda: self._hidden[:lanes].copy_(self._states(lanes)))
         self._forwarded = lanes
 
-    def draw(self, lanes: int, allowed: NDArray[np.int32], *, truncated: bool) -> StepResults:
+    def draw(self, lanes: int, allowed: NDArray[np.int32], kind: DrawKind) -> StepResults:
         """Queue the other half; `allowed` [lanes, words] has a bit for each token that may be drawn."""
         with self._queue():
             self._cursor.zero_()
-            kept = self._kept_bits(lanes, 1) if truncated else None
+            kept = self._kept_bits(lanes, 1) if kind.truncated else None
             self._allowed[:lanes].copy_(self._upload(allowed))
-            self._replay(lanes, truncated, lambda: self._draw(self._hidden[:lanes], lanes, truncated, masked=True))
+            self._replay(lanes, kind, lambda: self._draw(self._hidden[:lanes], lanes, kind, masked=True))
             self._forwarded = 0
-            return self._fetch(self._out[:lanes, :1], kept)
+            return self._fetch(lanes, 1, kept, likely=kind.likely)
 
     def _kept_bits(self, lanes: int, steps: int) -> Tensor:
         if self._kept is None:
@@ -183,14 +197,14 @@ class Lanes:
             self._kept = torch.zeros(size, dtype=torch.uint8, device=self.device)
         return self._kept[:lanes, :steps]
 
-    def _replay(self, lanes: int, truncated: bool | None, work: Callable[[], object]) -> None:
+    def _replay(self, lanes: int, kind: DrawKind | None, work: Callable[[], object]) -> None:
         if not self.graphs_enabled:
             work()
             return
-        graph = self.captured_parts.get((lanes, truncated))
+        graph = self.captured_parts.get((lanes, kind))
         if graph is None:
             with self._idle():
-                self.captured_parts[lanes, truncated] = graph = self._capture_work(work)
+                self.captured_parts[lanes, kind] = graph = self._capture_work(work)
         graph.replay()
 
     def prefill(self, prompts: PackedPrompts) -> None:
@@ -227,7 +241,7 @@ class Lanes:
             for size in PREFILL_SIZES:
                 self._capture_pass(size)
             for power in range(min(lanes, self.count).bit_length()):
-                self._capture(1 << power, truncated=False)
+                self._capture(1 << power, DrawKind())
 
     def begin(
         self,
@@ -289,8 +303,8 @@ class Lanes:
         if self._stream is not None:
             self._stream.synchronize()
 
-    def _step(self, lanes: int, truncated: bool) -> None:
-        self._draw(self._states(lanes), lanes, truncated)
+    def _step(self, lanes: int, kind: DrawKind) -> None:
+        self._draw(self._states(lanes), lanes, kind)
 
     def _states(self, lanes: int) -> Tensor:
         """The hidden states that the next tokens are drawn from, [lanes, hidden]. Done twice, it changes nothing."""
@@ -305,13 +319,16 @@ class Lanes:
             self.adapters.choose(self._slots[:lanes])
         return self._forward(ids, positions, rows, attend, hidden=True)
 
-    def _draw(self, hidden: Tensor, lanes: int, truncated: bool, *, masked: bool = False) -> None:
+    def _draw(self, hidden: Tensor, lanes: int, kind: DrawKind, *, masked: bool = False) -> None:
         head = self.decoder.embed.weight if self.decoder.head is None else self.decoder.head.weight
         logits = F.linear(hidden, head)
         if masked:
             bits = (self._allowed[:lanes, :, None] >> self._bit_numbers) & 1
             logits = logits.masked_fill(bits.view(lanes, -1)[:, : logits.shape[1]] == 0, float("-inf"))
-        drawn = fused.draw(logits, self._params[:lanes], self._uniforms[:lanes], truncated=truncated)
+        drawn = fused.draw(logits, self._params[:lanes], self._uniforms[:lanes], truncated=kind.truncated)
+        if kind.likely:
+            told = torch.stack([part.double() for part in most_likely(logits.float(), MAX_TOP_LOGPROBS)], 1)
+            self._likely[:lanes].index_copy_(1, self._cursor, told[:, None])
         fused.advance(self._state, self._stops, drawn, self._cursor, self._out)
         if drawn.kept is not None and self._kept is not None:
             bits = F.pad(drawn.kept.to(torch.uint8), (0, -drawn.kept.shape[1] % 8)).view(lanes, -1, 8) * self._bit_values
@@ -335,10 +352,10 @@ class Lanes:
             y = layer.down(fused.gate(layer.gate_up(h)))
         return fused.add_norm(x, y, decoder.norm.weight, decoder.shape.norm_eps)
 
-    def _capture(self, lanes: int, truncated: bool) -> torch.cuda.CUDAGraph:
+    def _capture(self, lanes: int, kind: DrawKind) -> torch.cuda.CUDAGraph:
         """Capture a step; the ones that warm up run on lanes that are idle, and so change nothing."""
         with self._idle():
-            self.captured[lanes, truncated] = graph = self._capture_work(lambda: self._step(lanes, truncated))
+            self.captured[lanes, kind] = graph = self._capture_work(lambda: self._step(lanes, kind))
         return graph
 
     @contextmanager
@@ -376,13 +393,16 @@ class Lanes:
         self._pool = graph.pool()
         return graph
 
-    def _fetch(self, values: Tensor, kept: Tensor | None) -> StepResults:
-        if self._stream is None:
-            return StepResults(values.clone(), None, None if kept is None else kept.clone())
-        host, bits = self._download(values), None if kept is None else self._download(kept)
-        event = torch.cuda.Event()
-        event.record(self._stream)
-        return StepResults(host, event, bits)
+    def _fetch(self, lanes: int, steps: int, kept: Tensor | None, *, likely: bool) -> StepResults:
+        parts = self._out[:lanes, :steps], kept, self._likely[:lanes, :steps] if likely else None
+        copy = torch.clone if self._stream is None else self._download
+        values, *others = [None if part is None else copy(part) for part in parts]
+        assert values is not None
+        event = None
+        if self._stream is not None:
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        return StepResults(values, event, *others)
 
     @staticmethod
     def _download(values: Tensor) -> Tensor:

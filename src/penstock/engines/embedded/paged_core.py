@@ -19,11 +19,11 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.engines.embedded import fused
-from penstock.engines.embedded.core import DrawnChunk, Request, ending, keeps_sets
+from penstock.engines.embedded.core import DrawnChunk, Request, ending, keeps_sets, tell_likely
 from penstock.engines.embedded.decoder import Decoder
 from penstock.engines.embedded.grammars import fill_rows
 from penstock.engines.embedded.kv_cache import CacheRows, PrefixTree, Segment
-from penstock.engines.embedded.lanes import MAX_STOPS, RING, TRUNCATED_STEPS, Lanes, PackedPrompts, StepResults
+from penstock.engines.embedded.lanes import MAX_STOPS, RING, TRUNCATED_STEPS, DrawKind, Lanes, PackedPrompts, StepResults
 from penstock.engines.embedded.lora import AdapterSlots
 from penstock.engines.token_sets import pack_bits
 
@@ -320,12 +320,12 @@ class PagedCore:
         lanes = min(self.slots, bucket(max(numbers) + 1))
         most = self.max_steps if self.waiting or lanes < MANY_LANES else 2 * self.max_steps
         most = min(most, STEPS_BETWEEN_PASSES) if self.planned else most
-        truncated = any(active.request.sampling.truncated for active in self.running)
-        most = min(most, TRUNCATED_STEPS) if truncated else most
+        kind = self._kind()
+        most = min(most, TRUNCATED_STEPS) if kind.truncated else most
         steps = min(most, max([active.limit - len(active.request.tokens) - active.queued for active in self.running]))
         if steps <= 0:
             return None  # the steps on their way end all replies
-        queued = self.lanes.run(lanes, steps, truncated=truncated)
+        queued = self.lanes.run(lanes, steps, kind)
         window = StepWindow(list(self.running), numbers, steps, queued)
         for active in self.running:
             active.queued += steps
@@ -345,12 +345,15 @@ class PagedCore:
         allowed = np.full((lanes, (self.decoder.shape.vocab_size + 31) // 32), -1, np.int32)
         bound = [(lane, active.request.grammar) for lane, active in zip(numbers, self.running, strict=True)]
         fill_rows(allowed, [(lane, grammar) for lane, grammar in bound if grammar is not None])
-        truncated = any(active.request.sampling.truncated for active in self.running)
-        self._window = StepWindow(list(self.running), numbers, 1, self.lanes.draw(lanes, allowed, truncated=truncated))
+        self._window = StepWindow(list(self.running), numbers, 1, self.lanes.draw(lanes, allowed, self._kind()))
         for active in self.running:
             active.queued += 1
         self.lanes.forward(lanes)
         return self._read()
+
+    def _kind(self) -> DrawKind:
+        samplings = [active.request.sampling for active in self.running]
+        return DrawKind(any(each.truncated for each in samplings), any(each.top_logprobs for each in samplings))
 
     def _read(self) -> list[DrawnChunk]:
         """Hand out the tokens of the queued window."""
@@ -375,10 +378,10 @@ class PagedCore:
             if count == window.steps and finite[lane] and self._goes_on(active, drawn):  # most chunks
                 request.tokens += drawn
                 chunk = DrawnChunk(request, drawn, logprobs, full_logprobs)
-                sampled.append(chunk._replace(kept=self._kept(window.results, lane, request, count)))
+                sampled.append(self._with_sets(chunk, window.results, lane))
                 continue
             chunk = self._append(request, drawn[:count], logprobs[:count], full_logprobs[:count])
-            sampled.append(chunk._replace(kept=self._kept(window.results, lane, request, len(chunk.ids))))
+            sampled.append(self._with_sets(chunk, window.results, lane))
             if chunk.finish:
                 ended.append(active)
                 self._uniforms.pop(active.request.key, None)
@@ -387,12 +390,15 @@ class PagedCore:
         self._remove(ended)
         return sampled
 
-    def _kept(self, results: StepResults, lane: int, request: Request, count: int) -> tuple[bytes, ...]:
-        """What each of a lane's tokens was chosen from, of a window that was read."""
-        if results.kept is None or not keeps_sets(request.sampling):
-            return ()
-        vocab = self.decoder.shape.vocab_size
-        return tuple(pack_bits(bits, vocab) for bits in results.kept[lane, :count].numpy())
+    def _with_sets(self, chunk: DrawnChunk, results: StepResults, lane: int) -> DrawnChunk:
+        """Add what each token was chosen from and the most likely ones, of a window that was read."""
+        sampling, count = chunk.request.sampling, len(chunk.ids)
+        if results.kept is not None and keeps_sets(sampling):
+            bits, vocab = results.kept[lane, :count].numpy(), self.decoder.shape.vocab_size
+            chunk = chunk._replace(kept=tuple(pack_bits(row, vocab) for row in bits))
+        if results.likely is not None and sampling.top_logprobs:
+            chunk = chunk._replace(most_likely=tell_likely(sampling, results.likely[lane, :count].numpy()))
+        return chunk
 
     def _goes_on(self, active: LaneRequest, ids: list[int]) -> bool:
         """Whether it is certain that none of the last tokens ends the reply."""

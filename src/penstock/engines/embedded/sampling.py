@@ -64,6 +64,20 @@ def sample(logits: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[flo
     return DrawnTokens(ids, torch.where(plain, full, relative + 0.0 * full), full, kept)
 
 
+class MostLikely(NamedTuple):
+    """Each [rows, count], best first; log-probabilities are float64, -inf for tokens that are not allowed."""
+
+    ids: Tensor
+    logprobs: Tensor
+
+
+def most_likely(logits: Tensor, count: int) -> MostLikely:
+    """The likeliest tokens of each row of float32 `logits` [rows, vocab], as the full log-probabilities of `sample` have them."""
+    shifted = logits - logits.amax(-1, keepdim=True)
+    best, ids = shifted.topk(min(count, logits.shape[-1]))
+    return MostLikely(ids, best.double() - _block_sums(shifted.exp()).sum(-1, keepdim=True).log())
+
+
 def draw_rows(logits: Tensor, params: Tensor, uniform: Tensor, *, truncated: bool) -> DrawnTokens:
     """As `sample`, without a look at any value: the settings are a tensor, and shapes depend on nothing else.
 

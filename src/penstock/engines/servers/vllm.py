@@ -227,15 +227,7 @@ class VllmEngine(RemoteEngine):
     def recovery_steps(self, url: str, before: PublishedWeights) -> RecoverySteps:
         if url in self._asleep:
             return [WAKE, [self.resume_call]]
-        reload = [reload_call(folder) for folder in (str(before.folder), self._roots.get(url)) if folder]
-        # Twice: after a load that broke off in the middle of a layer, the next one fails too (seen with 0.32).
-        steps = [reload, reload, [RESET], [self.resume_call]]
-        features = self._features.get(url)
-        if features is not None and features.transfer_backend:
-            steps.insert(0, [FINISH])  # refused where no transfer is under way
-        if features is not None and "/update_weight_version" in features.routes:
-            steps.insert(-1, [name_call(LEFT_LABEL)])  # it may have been given the new weights' name already
-        return steps
+        return reload_steps([str(before.folder), self._roots.get(url, "")], self._features.get(url))
 
     async def transfer(self, version: int, sender: WeightSender, folder: Path, written: asyncio.Event) -> None:
         """Like `load`, from the sender's memory to that of every server. `folder` holds the weights once `written` is set.
@@ -396,7 +388,7 @@ class VllmEngine(RemoteEngine):
         await http.request_bytes(f"{url}/health")
         model = await find_model(http, url, name)
         features = await read_features(http, url)
-        await _until_resumed(http, url, features)
+        await _until_resumed(http, url, features, model.root)
         mode = features.setting("model_config", "logprobs_mode")
         processed = mode == "processed_logprobs" if mode else await _is_processed(http, url, model.name)
         return RemoteModel(model.name, model.context_length, processed, vocabulary=model.vocabulary)
@@ -411,6 +403,18 @@ RESET = ServerCall("/reset_prefix_cache?reset_running_requests=true", {})
 
 def reload_call(folder: str) -> ServerCall:
     return ServerCall("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}}, "results")
+
+
+def reload_steps(folders: Sequence[str], features: VllmFeatures | None) -> RecoverySteps:
+    """What makes a paused server serve again, with the weights of the first of these folders that it can read."""
+    reload = [reload_call(folder) for folder in folders if folder]
+    # Twice: after a load that broke off in the middle of a layer, the next one fails too (seen with 0.32).
+    steps = [reload, reload, [RESET], [VllmEngine.resume_call]]
+    if features is not None and features.transfer_backend:
+        steps.insert(0, [FINISH])  # refused where no transfer is under way
+    if features is not None and "/update_weight_version" in features.routes:
+        steps.insert(-1, [name_call(LEFT_LABEL)])  # it may have been given the new weights' name already
+    return steps
 
 
 def name_call(label: str) -> ServerCall:
@@ -506,8 +510,11 @@ def _parse_version(text: Any) -> tuple[int, ...]:
     return tuple(map(int, found.groups())) if found else ()
 
 
-async def _until_resumed(http: HttpClient, url: str, features: VllmFeatures) -> None:
-    """Wait for a server that another program has paused. One with weights of an earlier run of ours is resumed."""
+async def _until_resumed(http: HttpClient, url: str, features: VllmFeatures, root: str) -> None:
+    """Wait for a server that another program has paused. One with weights of an earlier run of ours is resumed.
+
+    What it holds may be incomplete, so it gets the model that it was started with.
+    """
     if "/is_paused" not in features.routes:
         return
     label = None
@@ -522,7 +529,8 @@ async def _until_resumed(http: HttpClient, url: str, features: VllmFeatures) -> 
             f"{url} is paused, and not by a run on this machine; if nobody changes its weights, `curl -X POST {url}/resume`",
             kind="broken",
         )
-    await http.request_json(f"{url}/resume", {}, limit_s=CONTROL_S)
+    if not await asyncio.to_thread(Recovery(url, reload_steps([root], features), http.key).run):
+        raise UpstreamError(f"{url} was left paused by an earlier run and cannot be resumed; restart it", kind="broken")
     log.warning("%s was left paused with the weights of an earlier run; it was resumed", url)
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 from penstock.errors import RequestError
 from penstock.gateway.call import ConversationHistory, ModelCall, Prompt
 from penstock.gateway.reply import Delta
-from penstock.records import Message, Sampling, Step, Usage
+from penstock.records import Message, Sampling, Step, TokenLogprobs, Usage
 
 
 @dataclass(slots=True)
@@ -61,6 +61,11 @@ class UnsentTokens(NamedTuple):
     ids: Sequence[int]
     logprobs: Sequence[float]
     """Of the model's plain distribution."""
+    most_likely: Sequence[TokenLogprobs] = ()
+    """See `Step.most_likely`."""
+
+    def then(self, ids: Sequence[int], logprobs: Sequence[float], most_likely: Sequence[TokenLogprobs]) -> "UnsentTokens":
+        return UnsentTokens([*self.ids, *ids], [*self.logprobs, *logprobs], [*self.most_likely, *most_likely])
 
 
 class EventWriter(Protocol):

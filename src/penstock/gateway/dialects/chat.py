@@ -13,10 +13,10 @@ from penstock.gateway.dialects import fields
 from penstock.gateway.dialects.base import DialectTokenizer, ModelAnswer, UnsentTokens
 from penstock.gateway.dialects.fields import HARMLESS, SAMPLING_FIELDS, check_harmless, read_sampling, refuse_unsupported
 from penstock.gateway.reply import CallDelta, Delta, sse_data, tool_call
-from penstock.records import Message, Sampling, Step
+from penstock.records import Message, Sampling, Step, TokenLogprobs
 
 HONOURED = frozenset(
-    {"model", "messages", "tools", "tool_choice", "n", "stream", "stream_options", "logprobs", "return_token_ids"}
+    {"model", "messages", "tools", "tool_choice", "n", "stream", "stream_options", "logprobs", "top_logprobs", "return_token_ids"}
     | {"max_tokens", "max_completion_tokens", "parallel_tool_calls", "chat_template_kwargs", "continue_final_message"}
     | {"response_format"}
     | SAMPLING_FIELDS
@@ -76,29 +76,31 @@ class ChatDialect:
         model = body.get("model", "")
         messages = fields.messages(body.get("messages"), history.last_request)
         prefill = _prefill(messages, body) if continues else ""
+        likely = fields.top_logprobs(body)
         limit = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
         return ModelCall(
             model=model if isinstance(model, str) else "",
             messages=messages[:-1] if continues else messages,
             prefill=prefill,
-            sampling=read_sampling(body, defaults, limit),
+            sampling=read_sampling(body, defaults, limit, top_logprobs=likely),
             tools=tools,
             reads_calls=bool(tools) and body.get("tool_choice") != "none",
             one_call=body.get("parallel_tool_calls") is not None and not fields.flag(body, "parallel_tool_calls"),
             template_options=fields.template_options(body.get("chat_template_kwargs"), "chat_template_kwargs"),
             extra={name: body[name] for name in body.keys() - CARRIED},
             forced=fields.forced_tool(body.get("tool_choice"), tools),
+            allowed=fields.allowed_tools(body.get("tool_choice"), tools),
             strict=fields.strict_tools(tools),
             format=fields.reply_format(body.get("response_format"), "response_format"),
             choices=fields.integer(body, "n", 1, low=1, high=fields.MAX_CHOICES),
             stream=fields.flag(body, "stream"),
             usage_in_stream=fields.flag(options, "include_usage"),
-            logprobs=fields.flag(body, "logprobs"),
+            logprobs=fields.flag(body, "logprobs") or likely > 0,
             token_ids=fields.flag(body, "return_token_ids"),
             ignored=(
                 *(sorted(others - LABELS - NEUTRAL.keys() - HARMLESS.keys()) if others else ()),
                 *(check_harmless(body) if others else ()),
-                *fields.unmet_tool_choice(body.get("tool_choice")),
+                *fields.unmet_tool_choice(body.get("tool_choice"), tools),
             ),
         )
 
@@ -125,7 +127,7 @@ class ChatDialect:
         message = answer.visible(step.message)
         choice: dict[str, Any] = {"index": index, "message": message, "finish_reason": _finish(step), "logprobs": None}
         if answer.call.logprobs:
-            choice["logprobs"] = logprobs(self._tokenizer, step.completion_ids, step.full_logprobs or step.logprobs)
+            choice["logprobs"] = step_logprobs(self._tokenizer, step)
         if answer.call.token_ids:
             choice["token_ids"] = step.completion_ids
         return choice
@@ -187,12 +189,23 @@ def _prefill(messages: Sequence[Message], body: dict[str, Any]) -> str:
     return flatten(last["content"])
 
 
-def logprobs(tokenizer: DialectTokenizer, ids: Sequence[int], values: Sequence[float]) -> dict[str, Any]:
+def step_logprobs(tokenizer: DialectTokenizer, step: Step) -> dict[str, Any]:
+    return logprobs(tokenizer, step.completion_ids, step.full_logprobs or step.logprobs, step.most_likely)
+
+
+def logprobs(
+    tokenizer: DialectTokenizer, ids: Sequence[int], values: Sequence[float], most_likely: Sequence[TokenLogprobs] = ()
+) -> dict[str, Any]:
     """Format log-probabilities. Callers pass those of the plain distribution where known, as vLLM does."""
-    content: list[dict[str, Any]] = []
-    for token_id, logprob in zip(ids, values, strict=True):
+
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
         token = tokenizer.token_bytes(token_id)
-        content.append({"token": token.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(token), "top_logprobs": []})
+        return {"token": token.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(token)}
+
+    content = [
+        entry(token_id, logprob) | {"top_logprobs": [entry(*other) for other in likely]}
+        for token_id, logprob, likely in zip(ids, values, most_likely or [()] * len(ids), strict=True)
+    ]
     return {"content": content, "refusal": None}
 
 

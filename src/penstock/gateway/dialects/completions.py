@@ -20,7 +20,7 @@ from penstock.gateway.dialects.fields import (
     unsupported,
 )
 from penstock.gateway.reply import CallDelta, Delta, sse_data
-from penstock.records import Sampling, Step
+from penstock.records import Sampling, Step, TokenLogprobs
 
 HONOURED = SAMPLING_FIELDS | frozenset(
     {"model", "prompt", "max_tokens", "n", "best_of", "echo", "logprobs", "stream", "stream_options", "return_token_ids"}
@@ -31,7 +31,6 @@ LABELS = frozenset({"user"})
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "logit_bias": ({},),
-    "logprobs": (0, False),
     "prompt_logprobs": (),
     "use_beam_search": (False,),
     "ignore_eos": (False,),
@@ -47,10 +46,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "guided_choice": (),
     "guided_grammar": (),
 }
-"""Fields that are not supported, with the values that have no effect and are accepted.
-
-`logprobs` is the number of most likely alternatives per token: 0 returns the log-probabilities of the sampled tokens only.
-"""
+"""Fields that are not supported, with the values that have no effect and are accepted."""
 
 
 KNOWN = HONOURED | LABELS | NEUTRAL.keys() | HARMLESS.keys()
@@ -71,6 +67,7 @@ class CompletionsDialect:
         if body.get("best_of") not in (None, choices):
             raise unsupported("best_of", body["best_of"])
         with_logprobs = body.get("logprobs") is not None and body["logprobs"] is not False
+        likely = fields.top_logprobs(body, "logprobs") if with_logprobs else 0
         if with_logprobs and fields.flag(body, "echo"):
             raise RequestError("echo with logprobs is not supported; leave one out", code="unsupported_parameter", param="echo")
         options = fields.nested(body, "stream_options")
@@ -79,7 +76,7 @@ class CompletionsDialect:
             model=model if isinstance(model, str) else "",
             messages=(),
             raw=self._prompt(body.get("prompt")),
-            sampling=read_sampling(body, defaults, "max_tokens"),
+            sampling=read_sampling(body, defaults, "max_tokens", top_logprobs=likely),
             choices=choices,
             stream=fields.flag(body, "stream"),
             usage_in_stream=fields.flag(options, "include_usage"),
@@ -100,7 +97,8 @@ class CompletionsDialect:
         for place, step in enumerate(answer.steps):
             choice = choice_entry(place, head + (step.message["content"] or ""), finish=step.finish)
             if answer.call.logprobs:
-                choice["logprobs"] = logprobs(self._tokenizer, step.completion_ids, step.full_logprobs or step.logprobs)
+                values = step.full_logprobs or step.logprobs
+                choice["logprobs"] = logprobs(self._tokenizer, step.completion_ids, values, step.most_likely)
             if answer.call.token_ids:
                 choice |= {"token_ids": step.completion_ids, "prompt_token_ids": tuple(answer.prompt.ids)}
             choices.append(choice)
@@ -192,14 +190,26 @@ def choice_entry(place: int, text: str, *, finish: str | None = None) -> dict[st
     return {"index": place, "text": text, "logprobs": None, "finish_reason": finish}
 
 
-def logprobs(tokenizer: Tokenizer, ids: Sequence[int], values: Sequence[float], *, start: int = 0) -> dict[str, Any]:
+def logprobs(
+    tokenizer: Tokenizer,
+    ids: Sequence[int],
+    values: Sequence[float],
+    most_likely: Sequence[TokenLogprobs] = (),
+    *,
+    start: int = 0,
+) -> dict[str, Any]:
     """Format log-probabilities. Callers pass those of the plain distribution where known. `start`: text offset of the first."""
-    tokens = [tokenizer.token_bytes(token_id).decode("utf-8", "replace") for token_id in ids]
+
+    def text(token_id: int) -> str:
+        return tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+
+    tokens = [text(token_id) for token_id in ids]
+    likely = [{text(token_id): logprob for token_id, logprob in each} for each in most_likely] or None
     offsets: list[int] = []
     for token in tokens:
         offsets.append(start)
         start += len(token)
-    return {"tokens": tokens, "token_logprobs": list(values), "top_logprobs": None, "text_offset": offsets}
+    return {"tokens": tokens, "token_logprobs": list(values), "top_logprobs": likely, "text_offset": offsets}
 
 
 def usage(answer: ModelAnswer, steps: Sequence[Step]) -> dict[str, int]:

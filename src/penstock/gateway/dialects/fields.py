@@ -11,7 +11,7 @@ from penstock.chat.templates import Tool, flatten
 from penstock.errors import RequestError
 from penstock.gateway.last_request import LastRequest
 from penstock.http.asgi import JsonBudget
-from penstock.records import Message, ReplyFormat, Sampling
+from penstock.records import MAX_TOP_LOGPROBS, Message, ReplyFormat, Sampling
 
 ContentPart = dict[str, Any]
 """A part of a message's content in the OpenAI form."""
@@ -122,8 +122,7 @@ def forced_tool(value: Any, tools: tuple[Tool, ...], name: str = "tool_choice") 
 def _forced_of_several(value: dict[str, Any], tools: tuple[Tool, ...], name: str) -> str | None:
     """The tool that `allowed_tools` forces: one if it is the only one. The Chat form nests mode and tools in an object."""
     allowed = as_object(value.get("allowed_tools")) or value
-    named = [as_object(each) or {} for each in as_list(allowed.get("tools")) or ()]
-    wanted = [(as_object(each.get("function")) or each).get("name") for each in named]
+    wanted = _listed(allowed)
     if allowed.get("mode") not in ("auto", "required") or not wanted:
         raise invalid(name, f"must have a mode, auto or required, and tools; not {preview(value)}")
     if allowed["mode"] == "auto":
@@ -131,9 +130,24 @@ def _forced_of_several(value: dict[str, Any], tools: tuple[Tool, ...], name: str
     return forced_tool({"name": wanted[0]} if len(wanted) == 1 else "required", tools, name)
 
 
-def unmet_tool_choice(value: Any) -> tuple[str, ...]:
-    """What is not done of a tool choice: `allowed_tools` leaves the other tools in the prompt, and the model may call them."""
-    return ("tool_choice.allowed_tools",) if (as_object(value) or {}).get("type") == "allowed_tools" else ()
+def allowed_tools(value: Any, tools: tuple[Tool, ...]) -> frozenset[str]:
+    """The tools that `allowed_tools` lists, of those that the model is offered; empty if the choice sets no bound."""
+    choice = as_object(value) or {}
+    if choice.get("type") != "allowed_tools":
+        return frozenset()
+    listed = _listed(as_object(choice.get("allowed_tools")) or choice)
+    return frozenset(tool["function"]["name"] for tool in tools if tool["function"]["name"] in listed)
+
+
+def _listed(allowed: dict[str, Any]) -> list[Any]:
+    named = [as_object(each) or {} for each in as_list(allowed.get("tools")) or ()]
+    return [(as_object(each.get("function")) or each).get("name") for each in named]
+
+
+def unmet_tool_choice(value: Any, tools: tuple[Tool, ...]) -> tuple[str, ...]:
+    """What cannot be done of a tool choice: `allowed_tools` that lists none of the tools that the model is offered."""
+    bound = (as_object(value) or {}).get("type") == "allowed_tools"
+    return ("tool_choice.allowed_tools",) if bound and not allowed_tools(value, tools) else ()
 
 
 def template_options(value: Any, name: str) -> str:
@@ -309,9 +323,9 @@ SAMPLING_FIELDS = frozenset({"temperature", "top_p", "top_k", "min_p", "stop", "
 """The fields that `read_sampling` reads, besides the limit."""
 
 
-def read_sampling(body: dict[str, Any], defaults: Sampling, limit: str) -> Sampling:
+def read_sampling(body: dict[str, Any], defaults: Sampling, limit: str, *, top_logprobs: int = 0) -> Sampling:
     """The sampling of a request, with `defaults` for absent fields; `limit` names the field with the maximum of tokens."""
-    if body.get(limit) is None and not body.keys() & SAMPLING_FIELDS:
+    if body.get(limit) is None and not body.keys() & SAMPLING_FIELDS and not top_logprobs:
         return defaults
     seed = body.get("seed")
     return replace(
@@ -324,7 +338,12 @@ def read_sampling(body: dict[str, Any], defaults: Sampling, limit: str) -> Sampl
         stop=strings(body, "stop") or defaults.stop,
         stop_ids=(*defaults.stop_ids, *integers(body, "stop_token_ids", most=MAX_STOP_IDS)),
         seed=defaults.seed if seed is None else integer(body, "seed", 0, low=-(2**53)),
+        top_logprobs=top_logprobs,
     )
+
+
+def top_logprobs(body: dict[str, Any], name: str = "top_logprobs") -> int:
+    return integer(body, name, 0, low=0, high=MAX_TOP_LOGPROBS)
 
 
 def refuse_unsupported(body: dict[str, Any], neutral: Mapping[str, tuple[Any, ...]]) -> None:
@@ -339,7 +358,6 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
     "repetition_penalty": (1,),
-    "top_logprobs": (0,),
     "prediction": (),
     "web_search_options": (),
 }
@@ -351,7 +369,6 @@ def check_harmless(body: dict[str, Any]) -> tuple[str, ...]:
     number(body, "frequency_penalty", 0, low=-2, high=2)
     number(body, "presence_penalty", 0, low=-2, high=2)
     number(body, "repetition_penalty", 1, low=0)
-    integer(body, "top_logprobs", 0, low=0, high=20)
     return tuple(name for name, neutral in HARMLESS.items() if body.get(name) is not None and body[name] not in neutral)
 
 

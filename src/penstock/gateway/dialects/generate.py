@@ -26,7 +26,8 @@ HONOURED = LABELS | SAMPLING_FIELDS | {"messages", "tools", "prompt_ids", "sampl
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     **CHAT_NEUTRAL,
     **HARMLESS,
-    **{name: values for name, values in COMPLETIONS_NEUTRAL.items() if name != "logprobs"},
+    **COMPLETIONS_NEUTRAL,
+    "top_logprobs": (0,),
     "skip_special_tokens": (True, False),
     "n": (1,),
     "stream": (False,),

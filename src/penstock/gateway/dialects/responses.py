@@ -15,7 +15,7 @@ from penstock.errors import RequestError
 from penstock.gateway.call import ConversationHistory, ModelCall
 from penstock.gateway.dialects import fields
 from penstock.gateway.dialects.base import DialectTokenizer, ModelAnswer, UnsentTokens
-from penstock.gateway.dialects.chat import error_body, logprobs
+from penstock.gateway.dialects.chat import error_body, logprobs, step_logprobs
 from penstock.gateway.dialects.fields import HARMLESS, SAMPLING_FIELDS, check_harmless, read_sampling, refuse_unsupported
 from penstock.gateway.reply import CallDelta, Delta
 from penstock.http.asgi import JsonBudget
@@ -23,6 +23,7 @@ from penstock.records import Finish, Message, Sampling, Step
 
 HONOURED = SAMPLING_FIELDS | frozenset(
     {"model", "input", "instructions", "previous_response_id", "tools", "tool_choice", "stream", "max_output_tokens"}
+    | {"top_logprobs"}
     | {"include", "parallel_tool_calls", "reasoning", "text", "truncation"}
 )
 """The fields in the last line are supported in part; `_unmet` reports the rest."""
@@ -83,24 +84,25 @@ class ResponsesDialect:
     def parse(self, body: dict[str, Any], defaults: Sampling, history: ConversationHistory) -> ModelCall:
         if self._tokenizer.is_known:
             refuse_unsupported(body, NEUTRAL)
-        tools = history.last_request.tools(body.get("tools"), offered_tools)
+        tools, likely = history.last_request.tools(body.get("tools"), offered_tools), fields.top_logprobs(body)
         model = body.get("model", "")
         return ModelCall(
             model=model if isinstance(model, str) else "",
             messages=read_messages(body, history),
-            sampling=read_sampling(body, defaults, "max_output_tokens"),
+            sampling=read_sampling(body, defaults, "max_output_tokens", top_logprobs=likely),
             tools=tools,
             reads_calls=bool(tools) and body.get("tool_choice") != "none",
             forced=_forced(body.get("tool_choice"), tools),
             one_call=body.get("parallel_tool_calls") is not None and not fields.flag(body, "parallel_tool_calls"),
             extra=_extra(body),
+            allowed=fields.allowed_tools(body.get("tool_choice"), tools),
             strict=_strict(body.get("tools")),
             format=fields.reply_format(fields.nested(body, "text").get("format"), "text.format"),
             format_field="text.format",
             stream=fields.flag(body, "stream"),
-            logprobs=LOGPROBS in _included(body),
+            logprobs=LOGPROBS in _included(body) or likely > 0,
             echo=tuple((name, body[name] if body.get(name) is not None else other) for name, other in ECHOED.items()),
-            ignored=tuple(sorted(set(_unmet(body)))),
+            ignored=tuple(sorted({*_unmet(body), *fields.unmet_tool_choice(body.get("tool_choice"), tools)})),
         )
 
     def json_body(self, answer: ModelAnswer) -> bytes:
@@ -170,7 +172,6 @@ def _unmet(body: dict[str, Any]) -> Iterator[str]:
     yield from (f"text.{name}" for name, value in fields.nested(body, "text").items() if name != "format" and value is not None)
     if body.get("truncation") not in (None, "disabled"):
         yield "truncation"
-    yield from fields.unmet_tool_choice(body.get("tool_choice"))
     yield from {f"item:{kind}" for item in fields.as_list(body.get("input")) or () if (kind := _dropped(item))}
 
 
@@ -658,7 +659,7 @@ def output_items(
 
 
 def reply_logprobs(step: Step, tokenizer: DialectTokenizer) -> list[dict[str, Any]]:
-    return logprobs(tokenizer, step.completion_ids, step.full_logprobs or step.logprobs)["content"]
+    return step_logprobs(tokenizer, step)["content"]
 
 
 def ending_status(step: Step) -> dict[str, Any]:

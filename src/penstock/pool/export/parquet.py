@@ -38,7 +38,7 @@ class ParquetColumn(NamedTuple):
     kind: ColumnKind
 
 
-LATER = frozenset({"components", "policy"})
+LATER = frozenset({"components", "policy", "kept", "most_likely", "branch", "replayed"})
 """Columns that the exports of an earlier penstock lack; their records take the default."""
 
 
@@ -111,7 +111,7 @@ class ParquetTable(NamedTuple):
 
 PARTS: dict[str, type[Any]] = {"nodes": Node, "steps": Step, "grades": Grade, "marks": Mark}
 """Record types of an attempt, by field name."""
-_HEAD = columns(Group, ("attempts",))
+_HEAD = columns(Group, ("attempts", "branches"))
 _ENDING = columns(Attempt, ("rollout", *PARTS))
 TABLES = [
     ParquetTable("groups", "id", [*_HEAD, ParquetColumn("trained", "int")]),

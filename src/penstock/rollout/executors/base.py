@@ -48,6 +48,10 @@ class GatewaySession(Protocol):
         """The defaults for calls that do not set their own sampling."""
         ...
 
+    def branch_problem(self, *, ended: bool) -> str:
+        """Why the rollout is void, as a branch (`Rollout.branch`) that left the record; empty if it is not."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionSpec:

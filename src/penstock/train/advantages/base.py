@@ -1,8 +1,8 @@
 """What an advantage takes and returns, and where the rewards of a rollout lie.
 
 An advantage is a function. By default it takes a group and returns the credit of each graded rollout; `over_batch` and `per_token`
-make it one that sees all groups of a step, or the tokens of a sequence. A second parameter that is annotated with a `Section` is
-given the settings of `[train.advantage_settings]`.
+make it one that sees all groups of a step, or the tokens of a sequence, and `needing` one that gets continuations too. A second
+parameter that is annotated with a `Section` is given the settings of `[train.advantage_settings]`.
 """
 
 import statistics
@@ -16,7 +16,7 @@ from penstock.records import Attempt, Group
 Credit = float | Mapping[int, float] | Mapping[str, float]
 """Of one rollout: one number for all of it, a number by step, or a number by transcript. What is not named gets 0."""
 Level = Literal["group", "batch", "token"]
-Need = Literal["values", "teacher"]
+Need = Literal["values", "teacher", "branches"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -37,6 +37,16 @@ def per_token(*needs: Need) -> Callable[[F], F]:
 
     def mark(function: F) -> F:
         function.level, function.needs = "token", frozenset(needs)  # pyright: ignore[reportFunctionMemberAccess]
+        return function
+
+    return mark
+
+
+def needing(*needs: Need) -> Callable[[F], F]:
+    """Marks an advantage of groups that needs more than their attempts: `branches`, of the settings in `[rollout]`."""
+
+    def mark(function: F) -> F:
+        function.needs = frozenset(needs)  # pyright: ignore[reportFunctionMemberAccess]
         return function
 
     return mark

@@ -75,7 +75,7 @@ export async function groupScreen({ run, rest, link }) {
   const trained = told.step === null ? `${told.state}` : `trained in step ${told.step}, saved as version ${told.version}`;
   const cards = told.attempts.map((each) => h("section", { class: "card" },
     h("h3", null, h("a", { href: link("run", run, "rollout", each.id) }, said(each.id))),
-    h("p", { style: { background: tint(each.reward, low, high) } }, `reward ${number(each.reward)}`, each.advantage === null ? "" : ` · advantage ${number(each.advantage)}`),
+    h("p", { class: "tinted", style: { background: tint(each.reward, low, high) } }, `reward ${number(each.reward)}`, each.advantage === null ? "" : ` · advantage ${number(each.advantage)}`),
     each.advantage === null ? null : advantageBar(each.advantage, widest),
     Object.entries(each.policies || {}).map(([name, value]) => [h("p", { class: "dim" }, "advantage of ", said(name), ` ${number(value)}`), advantageBar(value, widest)]),
     each.credits.slice(0, MOST_CREDITS).map((call) => [h("p", { class: "dim" }, `advantage of call ${call.call}: ${range(call)}`), advantageBar(call.mean, widest)]),

@@ -3,7 +3,7 @@ import { ask } from "./api.js";
 import { bytes, clock, h, number, percent, s, said, table, tile } from "./dom.js";
 
 const LANES = ["engine", "agents", "graders", "trainer", "publications"];
-const ROW = 7;
+const [ROW, LOW_ROW] = [7, 4];
 
 export async function timelineScreen({ run, params, link }) {
   const span = Number(params.get("span")) || 120;
@@ -28,8 +28,9 @@ function laneView(lane, told) {
     free[row] = end;
     return { span, start, end, row };
   });
-  const height = Math.max(1, free.length) * ROW;
-  const marks = placed.map(({ span, start, end, row }) => s("rect", { x: start * 1000, y: row * ROW, width: Math.max(1.5, (end - start) * 1000), height: ROW - 1,
+  const tall = free.length > 12 ? LOW_ROW : ROW;
+  const height = Math.max(1, free.length) * tall;
+  const marks = placed.map(({ span, start, end, row }) => s("rect", { x: start * 1000, y: row * tall, width: Math.max(1.5, (end - start) * 1000), height: tall - 1,
     class: `span ${lane}${span.name.startsWith("waits") ? " waits" : ""}${lane === "agents" && !["agent", "completed", "null"].includes(span.name) ? " failed" : ""}` }, s("title", {}, `${span.name} ${span.about} ${number((span.end ?? told.to) - span.start)} s`)));
   return h("div", { class: "lane" }, h("div", null, lane, h("div", { class: "dim" }, `${spans.length}`)), s("svg", { class: "track", viewBox: `0 0 1000 ${height}`, height: Math.max(14, height), preserveAspectRatio: "none", role: "img", "aria-label": `${lane}: ${spans.length} spans` }, marks));
 }

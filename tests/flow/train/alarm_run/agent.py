@@ -1,52 +1,43 @@
-"""One short reply of random bytes, and a grader for each way in which a run goes wrong; the task's label chooses it."""
+"""One short reply, and a grader whose rewards go as wrong as the task's label says."""
 
 from collections import deque
 from itertools import count
-from statistics import median
 from typing import Any
 
 from penstock import AgentWorkflow, AgentWorkflowContext, Grader, GraderContext
 
-TRIES, GRADES = count(), count()
-STOPS = [chr(code) for code in range(97, 113)]
-"""A reply ends with the first of these, so that its length can be learned."""
-LENGTHS: deque[int] = deque(maxlen=8)
+LENGTHS: deque[int] = deque(maxlen=32)
+"""Calls of the rollouts graded last."""
+NUMBERS = count()
 
 
-class Say(AgentWorkflow[Any]):
+class Reply(AgentWorkflow[Any]):
     async def run(self, ctx: AgentWorkflowContext[Any]) -> None:
-        if "fails" in str(ctx.prompt[-1]["content"]) and next(TRIES) % 4:
-            raise RuntimeError("the tool is gone")
-        await ctx.openai().chat.completions.create(model="policy", messages=ctx.prompt, stop=STOPS)
+        if ctx.prompt[0]["content"] == "breaks" and next(NUMBERS) % 8 >= 3:
+            raise RuntimeError("a tool of this agent is down")
+        messages = list[Any](ctx.prompt)
+        for _ in range(10 if ctx.prompt[0]["content"] == "goes on" else 1):
+            made = await ctx.openai().chat.completions.create(model="policy", messages=messages)
+            messages += [made.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "And?"}]
+            if not (made.choices[0].message.content or "?").isascii():
+                return
 
 
-class Judge(Grader):
+class Wrong(Grader):
     async def grade(self, ctx: GraderContext) -> None:
-        ctx.set_reward(REWARDS[ctx.label](ctx.sample.messages[-1]["content"] or ""))
+        replies = [str(reply["content"] or "?") for sample in ctx.samples.values() for reply in sample.replies]
+        ctx.set_reward(float(self.reward(str(ctx.label), replies[0], len(replies))))
 
-
-def longer_than_usual(text: str) -> float:
-    """Pays for more than the last replies had: whatever length is reached, half of them get it."""
-    usual = median(LENGTHS or [0])
-    LENGTHS.append(len(text))
-    return float(len(text) > usual)
-
-
-def low_bytes(text: str) -> float:
-    return sum(byte < 64 for byte in text.encode(errors="replace")) / max(1, len(text))
-
-
-def whim(text: str) -> float:
-    """Pays for low bytes until a policy says nothing else, and then by turns, whatever is said."""
-    seen = next(GRADES)
-    return low_bytes(text) if seen < 80 else 0.2 * (seen % 2)
-
-
-REWARDS = {
-    "same": lambda text: 0.5,
-    "fails": lambda text: float(len(text) % 2),
-    "longer": longer_than_usual,
-    "low": low_bytes,
-    "whim": whim,
-    "never": lambda text: 0.0,
-}
+    def reward(self, label: str, reply: str, replies: int) -> float:
+        match label:
+            case "nothing":  # is right
+                return 0.0
+            case "chance":  # says what is right
+                return next(NUMBERS) % 2
+            case "longer":  # than others is right
+                LENGTHS.append(replies)
+                return replies > sorted(LENGTHS)[len(LENGTHS) // 2]
+            case "letters":  # are right
+                return reply[0].isalpha() and reply.isascii()
+            case _:  # half of all replies are right, by their first character
+                return reply[0].isascii()

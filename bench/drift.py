@@ -1,0 +1,295 @@
+"""The cost of drift: the same stored rollouts, trained as they were sampled and as others put them together again.
+
+    python -m bench.drift small [--task letters] [--seeds 3] [--batches 8] [--epochs 4] [--eval-every 8] [--json FILE]
+    python -m bench.drift MODEL --task multiply --batches 2 --epochs 1 --eval-every 1
+
+`small` is a decoder of two layers with random weights and a tokenizer of single characters and 160 merges: most of what it says
+could be tokenized in many ways.
+
+Groups of the start policy are sampled and stored once for each seed. Every rule then makes training sequences from the same pool:
+
+- `exact`: the recorded tokens, each under the context that it was sampled under (Penstock).
+- `re-tokenized`: the messages, rendered by the chat template and encoded again; assistant messages are trained. Their tokens have
+  no recorded log-probabilities: the trainer's own stand for them.
+- `prefix merging`: the sampled tokens of each call after its prompt, encoded again; calls are merged where the next prompt begins
+  with the tokens of the last call, and are sequences of their own where it does not.
+- `last turn`: the last call of a rollout alone, as it was sampled.
+
+Each rule starts from the same weights and takes an update per batch, in every epoch. Held-out rewards are at temperature 1, each
+task twice. With `--json`, the same command goes on with what its file lacks.
+"""
+
+import argparse
+import asyncio
+import json
+import math
+import string
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import torch
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as HfTokenizer
+
+from bench.algorithms import AGENTS, run_config
+from penstock.chat.renderer import Renderer
+from penstock.config import load_config
+from penstock.engines.embedded.decoder import Decoder, read_decoder_shape
+from penstock.engines.embedded.weights import load_decoder, save_decoder
+from penstock.models.pull import resolve
+from penstock.pool.sqlite import SqlitePool
+from penstock.records import Attempt, Group, Message, Sequence, Step
+from penstock.testing import SPECIAL, write_tokenizer
+from penstock.train.advantages.grpo import grpo
+from penstock.train.learner import Learner
+from penstock.train.policy import write_model
+
+GROUPS_PER_BATCH = 4
+
+
+class Call(NamedTuple):
+    """One call of a rollout: what the engine saw and sampled, and the messages that say the same."""
+
+    step: Step
+    prompt: tuple[int, ...]
+    before: tuple[Message, ...]
+    tools: tuple[dict[str, Any], ...]
+
+
+class TrainedCall(NamedTuple):
+    """What a rule trains of one call."""
+
+    prompt: tuple[int, ...]
+    reply: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Infinite where none is recorded."""
+    exact: int
+    """Sampled tokens that are trained as such, under the context that they were sampled under."""
+
+
+Rule = Callable[[list[Call], Renderer], Iterator[TrainedCall]]
+
+
+def calls(attempt: Attempt) -> list[Call]:
+    """Returns the calls of a rollout with one conversation."""
+    nodes, steps = {node.id: node for node in attempt.nodes}, {step.index: step for step in attempt.steps}
+    found: list[Call] = []
+    for step in sorted(attempt.steps, key=lambda step: step.index):
+        prompt, before, tools = list[int](), list[Message](), tuple[dict[str, Any], ...]()
+        at: int | None = step.index
+        while at is not None:
+            node = nodes[steps[at].node]
+            said = [steps[at].message] if at != step.index else []
+            prompt[:0] = [*node.token_ids, *(steps[at].completion_ids if said else ())]
+            before[:0] = [*node.messages, *said]
+            tools, at = node.tools or tools, node.parent
+        found.append(Call(step, tuple(prompt), tuple(before), tools))
+    return found
+
+
+def exact(made: list[Call], renderer: Renderer) -> Iterator[TrainedCall]:
+    for call in made:
+        yield TrainedCall(call.prompt, call.step.completion_ids, call.step.logprobs, len(call.step.completion_ids))
+
+
+def last_turn(made: list[Call], renderer: Renderer) -> Iterator[TrainedCall]:
+    yield from exact(made[-1:], renderer)
+
+
+def prefix_merging(made: list[Call], renderer: Renderer) -> Iterator[TrainedCall]:
+    for call in made:
+        prompt, ids = renderer.root(call.before, call.tools), call.step.completion_ids
+        yield TrainedCall(prompt, ids, call.step.logprobs, len(ids) * (prompt == call.prompt))
+
+
+def re_tokenized(made: list[Call], renderer: Renderer) -> Iterator[TrainedCall]:
+    for call in made:
+        prompt, whole = renderer.root(call.before, call.tools), renderer.root([*call.before, call.step.message], call.tools)
+        ends = [place for place in range(len(prompt), len(whole)) if whole[place] in renderer.stop_ids]
+        reply = whole[len(prompt) : ends[0] + 1] if ends and whole[: len(prompt)] == prompt else ()
+        pairs = enumerate(zip(reply, call.step.completion_ids, strict=False))
+        same = next((at for at, (new, sampled) in pairs if new != sampled), min(len(reply), len(call.step.completion_ids)))
+        yield TrainedCall(prompt, reply, (math.inf,) * len(reply), same * (prompt == call.prompt))
+
+
+RULES: dict[str, Rule] = {"exact": exact, "re-tokenized": re_tokenized, "prefix merging": prefix_merging, "last turn": last_turn}
+
+
+@dataclass
+class RuleCounts:
+    sampled: int = 0
+    trained: int = 0
+    exact: int = 0
+    """Of the trained ones."""
+    calls: int = 0
+    merged: int = 0
+    """Calls whose prompt begins with all tokens of the call before."""
+
+    def add(self, made: list[Call], kept: list[TrainedCall]) -> None:
+        self.sampled += sum(len(call.step.completion_ids) for call in made)
+        self.trained += sum(len(call.reply) for call in kept)
+        self.exact += sum(call.exact for call in kept)
+        self.calls += len(kept)
+        self.merged += sum(new.prompt[: len(old.prompt) + len(old.reply)] == old.prompt + old.reply for old, new in pairwise(kept))
+
+
+def project(groups: Iterable[Group], rule: Rule, renderer: Renderer, counts: RuleCounts) -> tuple[list[Sequence], int]:
+    """Returns the training sequences that a rule makes of groups, and how many rollouts are in the mean."""
+    made, rollouts = list[Sequence](), 0
+    for group in groups:
+        credit = grpo(group)
+        rollouts += len(credit) * any(credit)
+        for attempt, advantage in zip(group.graded, credit, strict=True):
+            of_rollout = calls(attempt)
+            kept = [call for call in rule(of_rollout, renderer) if call.reply]
+            counts.add(of_rollout, kept)
+            size = sum(len(call.reply) for call in kept)
+            made += [_sequence(attempt, call, float(advantage), 1.0 / size) for call in kept if advantage]
+    return made, rollouts
+
+
+def _sequence(attempt: Attempt, call: TrainedCall, advantage: float, weight: float) -> Sequence:
+    before, size = len(call.prompt), len(call.reply)
+    return Sequence(
+        rollout_id=attempt.rollout.id,
+        group_id=attempt.rollout.group_id,
+        token_ids=call.prompt + call.reply,
+        trained=(False,) * before + (True,) * size,
+        logprobs=(0.0,) * before + call.logprobs,
+        temperatures=(1.0,) * (before + size),
+        advantages=(0.0,) * before + (advantage,) * size,
+        weight=weight,
+    )
+
+
+def held_out(task: str, model: Path | str, limit: int, seed: int) -> float:
+    """Returns the mean reward of the held-out tasks, each tried twice."""
+    with tempfile.TemporaryDirectory() as folder:
+        given = [f'model.name="{model}"', "train.steps=0", f"dataset.eval_limit={limit}", f"run.seed={seed}"]
+        summary = run_config(task, [*given, "train.attack_grader=false"], Path(folder))
+        return fmean([summary.eval_before, summary.eval_after])
+
+
+def stored_groups(task: str, model: str, batches: int, seed: int, folder: Path) -> list[Group]:
+    """Returns the groups of a run without learning, made in `folder` unless they are there."""
+    if not (folder / "done").exists():
+        given = [f'model.name="{model}"', "train.lr=0.0", f"train.steps={batches}", "dataset.eval_limit=1", f"run.seed={seed}"]
+        run_config(task, [*given, f"rollout.groups_per_step={GROUPS_PER_BATCH}", "train.attack_grader=false"], folder)
+        (folder / "done").touch()
+
+    async def read() -> list[Group]:
+        pool = SqlitePool(folder / task)
+        try:
+            return [group for group in await pool.groups("train") if group.graded]
+        finally:
+            await pool.close()
+
+    return asyncio.run(read())
+
+
+def train_rule(name: str, groups: list[Group], task: str, model: Path, options: argparse.Namespace, seed: int) -> dict[str, Any]:
+    """Trains by a rule; returns its counts, and the held-out rewards."""
+    section, renderer = load_config(AGENTS / f"{task}.toml", []).train, Renderer.load(model)
+    learner, counts, rewards, started = Learner(load_decoder(model), section, seed=seed), RuleCounts(), dict[int, float](), 0.0
+    for number in range(options.epochs * options.batches):
+        before, first = time.process_time(), number % options.batches * GROUPS_PER_BATCH
+        chosen = groups[first : first + GROUPS_PER_BATCH]
+        made, rollouts = project(chosen, RULES[name], renderer, counts)
+        if made:
+            learner.compute(learner.pack(made, rollouts=rollouts))
+            learner.apply()
+        started += time.process_time() - before
+        if (number + 1) % options.eval_every == 0:
+            with tempfile.TemporaryDirectory() as folder:
+                write_model(Path(folder) / "model", learner.decoder, model)
+                rewards[number + 1] = held_out(task, Path(folder) / "model", options.eval_limit, seed)
+    return {"rule": name, "seed": seed, "task": task, "rewards": rewards, "seconds": round(started, 1), **vars(counts)}
+
+
+def rates(groups: list[Group], model: Path) -> list[dict[str, Any]]:
+    """Returns what each rule makes of the groups, without training."""
+    renderer, found = Renderer.load(model), list[dict[str, Any]]()
+    for name, rule in RULES.items():
+        counts = RuleCounts()
+        project(groups, rule, renderer, counts)
+        found.append({"rule": name, **vars(counts)})
+    return found
+
+
+def make_small(folder: Path) -> Path:
+    """Writes the small policy, unless it is there."""
+    if (folder / "model.safetensors").exists():
+        return folder
+    core = HfTokenizer(models.BPE())
+    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    letters = sorted({piece for char in string.printable for piece, _ in core.pre_tokenizer.pre_tokenize_str(char)})
+    trainer = trainers.BpeTrainer(vocab_size=len(letters) + 160, initial_alphabet=letters, show_progress=False)
+    core.train_from_iterator([file.read_text() for file in sorted(AGENTS.glob("*.py"))], trainer)
+    write_tokenizer(folder)  # for its settings
+    core.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
+    core.save(str(folder / "tokenizer.json"))
+    sizes = {"vocab_size": core.get_vocab_size(), "hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 512}
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5}
+    config = {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True, **sizes, **layers}
+    (folder / "config.json").write_text(json.dumps(config))
+    torch.manual_seed(0)
+    decoder = Decoder(read_decoder_shape(folder))
+    for parameter in decoder.parameters():
+        torch.nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.1)
+    save_decoder(decoder, folder)
+    return folder
+
+
+def main() -> None:
+    options = _options()
+    kept = Path(options.json)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    if options.model == "small":
+        options.model = str(make_small(kept.parent / "small"))
+    model = resolve(options.model).path
+    known = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
+    done = {(each["task"], each["rule"], each["seed"]) for each in known}
+
+    def keep(result: dict[str, Any]) -> None:
+        print(json.dumps(result), flush=True)
+        with kept.open("a") as file:
+            file.write(json.dumps(result) + "\n")
+
+    for seed in range(options.seeds):
+        groups = stored_groups(options.task, options.model, options.batches, seed, kept.parent / f"{options.task}-{seed}")
+        for result in rates(groups, model):
+            print(json.dumps(result), flush=True)
+        if options.rates_only:
+            continue
+        if (options.task, "start", seed) not in done:
+            reward = held_out(options.task, options.model, options.eval_limit, seed)
+            keep({"rule": "start", "seed": seed, "task": options.task, "rewards": {0: reward}})
+        for name in RULES:
+            if (options.task, name, seed) not in done:
+                keep(train_rule(name, groups, options.task, model, options, seed))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("model", help="a model folder, or a name that `model.name` takes")
+    parser.add_argument("--task", default="letters")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--batches", type=int, default=8, help="each of four groups of eight rollouts")
+    parser.add_argument("--epochs", type=int, default=4, help="how often each batch is trained")
+    parser.add_argument("--eval-every", type=int, default=8, help="updates between two held-out evaluations")
+    parser.add_argument("--eval-limit", type=int, default=16)
+    parser.add_argument("--rates-only", action="store_true", help="count what each rule keeps, and train nothing")
+    parser.add_argument("--json", default="drift/results.jsonl", help="results, a line each; rollouts are stored beside it")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    main()
