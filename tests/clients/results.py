@@ -27,6 +27,8 @@ NPM_PACKAGES = {
     "Continue": ("@continuedev/cli",),
 }
 """The first word of a trial's name, to the packages that it tries."""
+TITLES = {"npm": "AI SDK `Output.object`", "ai_sdk": "AI SDK", "vendor": "vendor's `parse`, `output_type`:"}
+"""The first word of a trial's name, to what the table calls it."""
 BEGIN, END = "<!-- clients -->\n", "<!-- /clients -->\n"
 
 
@@ -57,9 +59,14 @@ def table() -> str:
         rates = ", ".join(f"{mode} {line['exact']:.1f} ({line['paths']})" for mode, line in sorted(found.items()))
         why = ", ".join(sorted({f"`{reason}`" for line in found.values() for reason in line["breaks"]})) or "none"
         packages = packages if first["environment"] != "npm" else _npm_package(name)
-        rows.append(f"| {name} | {packages} | {rates} | {why} |")
+        rows.append(f"| {_title(name)} | {packages} | {rates} | {why} |")
     head = "| client and API | versions | exact rate (paths) | breaks |\n|---|---|---|---|\n"
     return head + "\n".join(sorted(rows)) + "\n"
+
+
+def _title(name: str) -> str:
+    first, space, rest = name.partition(" ")
+    return TITLES.get(first, first) + space + rest
 
 
 def _npm_package(name: str) -> str:
