@@ -6,6 +6,11 @@ Losses take two updates a step, so that their ratios differ from 1. `control` ha
 what grpo made of the same policy on the same task with another seed, trained first, in the same process. Runs are made beside each
 other, several in each process: seconds are those of a shared GPU, for comparison with each other alone. What is not done by the
 limit is told as missing; with `--json`, the same command goes on with what its file lacks.
+
+Harder tasks, with a control and held-out curves (`pip install reasoning-gym` and `python -m bench.reasoning_tasks` first):
+
+    python -m bench.algorithms MODEL_FOLDER --tasks chain_sum,letter_counting,three_tools --only "advantage grpo" \\
+        --steps 20 --set train.eval_every=5
 """
 
 import argparse
@@ -24,7 +29,7 @@ from penstock.train.advantages import ADVANTAGES
 from penstock.train.losses import LOSSES
 
 AGENTS = Path(__file__).parent / "algorithm_agents"
-TASKS = ("multiply", "search")
+TASKS = "multiply,search"
 TEACHER_SEED = 1000
 """Of the teacher of seed 0, and so on."""
 
@@ -44,15 +49,18 @@ class AlgorithmResult(NamedTuple):
     after: float
     step_s: float
     update_s: float
+    curve: dict[str, float | None] = {}  # noqa: RUF012 - of a tuple
+    """Held-out rewards during training, by step; with `--set train.eval_every=2` or the like."""
 
 
-def runs(seeds: int, only: set[str]) -> list[AlgorithmRun]:
+def runs(seeds: int, only: set[str], tasks: list[str]) -> list[AlgorithmRun]:
     named: dict[str, tuple[str, ...]] = {f"advantage {name}": (f"train.advantage={name}",) for name in ADVANTAGES.table}
     named |= {f"loss {name}": (f"train.loss={name}", "train.updates_per_step=2") for name in LOSSES.table}
     named["advantage pass_at_k"] += ("train.advantage_settings.passes=0.5",)
+    named["advantage vine"] += ("rollout.branches=2",)
     named["control"] = ("train.lr=0.0",)
     chosen = {name: settings for name, settings in named.items() if not only or name in only or name == "control"}
-    return [AlgorithmRun(task, name, chosen[name], seed) for seed in range(seeds) for task in TASKS for name in chosen]
+    return [AlgorithmRun(task, name, chosen[name], seed) for seed in range(seeds) for task in tasks for name in chosen]
 
 
 def run_one(one: AlgorithmRun, settings: list[str]) -> AlgorithmResult:
@@ -69,6 +77,7 @@ def run_one(one: AlgorithmRun, settings: list[str]) -> AlgorithmResult:
     seconds = [step["rollout_s"] + step["train_s"] for step in steps]
     return AlgorithmResult(
         rewards=[step["reward"] for step in steps],
+        curve=summary.evals,
         before=summary.eval_before,
         after=summary.eval_after,
         step_s=median(seconds[1:] or seconds),
@@ -97,7 +106,7 @@ def _silent(kind: str, fields: dict[str, Any]) -> None:
 def main() -> None:
     options = _options()
     settings = [f'model.name="{options.model}"', f"train.steps={options.steps}", *options.set]
-    wanted = runs(options.seeds, set(filter(None, options.only.split(","))))
+    wanted = runs(options.seeds, set(filter(None, options.only.split(","))), options.tasks.split(","))
     kept = Path(options.json) if options.json else None
     deadline, found = time.monotonic() + options.limit_s, read_results(kept)
     pool = ProcessPoolExecutor(options.at_once, mp_context=multiprocessing.get_context("spawn"))
@@ -129,16 +138,17 @@ def read_results(file: Path | None) -> dict[AlgorithmRun, AlgorithmResult]:
     found = dict[AlgorithmRun, AlgorithmResult]()
     for fields in map(json.loads, lines):
         one = AlgorithmRun(fields["task"], fields["name"], tuple(fields["settings"]), fields["seed"])
-        found[one] = AlgorithmResult(*(fields[name] for name in AlgorithmResult._fields))
+        found[one] = AlgorithmResult(**{name: fields[name] for name in AlgorithmResult._fields if name in fields})
     return found
 
 
 def table(wanted: list[AlgorithmRun], found: dict[AlgorithmRun, AlgorithmResult]) -> str:
     """A row for each algorithm: the mean held-out reward after training, of each seed too, and seconds."""
-    rows = ["| | " + " | ".join(f"{task}, held out | last steps | s a step | s an update" for task in TASKS) + " |"]
-    rows.append("|---|" + "---|" * 4 * len(TASKS))
+    tasks = list(dict.fromkeys(one.task for one in wanted))
+    rows = ["| | " + " | ".join(f"{task}, held out | last steps | s a step | s an update" for task in tasks) + " |"]
+    rows.append("|---|" + "---|" * 4 * len(tasks))
     for name in dict.fromkeys(one.name for one in wanted):
-        cells = [_cells([found[one] for one in wanted if one.name == name and one.task == task and one in found]) for task in TASKS]
+        cells = [_cells([found[one] for one in wanted if one.name == name and one.task == task and one in found]) for task in tasks]
         rows.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(rows)
 
@@ -157,6 +167,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("model", help="a model folder, or a name that `model.name` takes")
     parser.add_argument("--at-once", type=int, default=8)
+    parser.add_argument("--tasks", default=TASKS, help="files of bench/algorithm_agents, separated by commas")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--limit-s", type=float, default=480)

@@ -1,6 +1,10 @@
 """The cost of drift: the same stored rollouts, trained as they were sampled and as others put them together again.
 
-    python -m bench.drift MODEL [--task multiply] [--seeds 3] [--batches 2] [--eval-limit 12] [--json FILE]
+    python -m bench.drift small [--task letters] [--seeds 3] [--batches 8] [--epochs 4] [--eval-every 8] [--json FILE]
+    python -m bench.drift MODEL --task multiply --batches 2 --epochs 1 --eval-every 1
+
+`small` is a decoder of two layers with random weights and a tokenizer of single characters and 160 merges: most of what it says
+could be tokenized in many ways.
 
 Groups of the start policy are sampled and stored once for each seed. Every rule then makes training sequences from the same pool:
 
@@ -11,14 +15,15 @@ Groups of the start policy are sampled and stored once for each seed. Every rule
   with the tokens of the last call, and are sequences of their own where it does not.
 - `last turn`: the last call of a rollout alone, as it was sampled.
 
-Each rule takes one update per batch of groups from the same start. Held-out rewards are at temperature 1, each task twice. With
-`--json`, the same command goes on with what its file lacks.
+Each rule starts from the same weights and takes an update per batch, in every epoch. Held-out rewards are at temperature 1, each
+task twice. With `--json`, the same command goes on with what its file lacks.
 """
 
 import argparse
 import asyncio
 import json
 import math
+import string
 import sys
 import tempfile
 import time
@@ -29,13 +34,19 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
+import torch
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as HfTokenizer
+
 from bench.algorithms import AGENTS, run_config
 from penstock.chat.renderer import Renderer
 from penstock.config import load_config
-from penstock.engines.embedded.weights import load_decoder
+from penstock.engines.embedded.decoder import Decoder, read_decoder_shape
+from penstock.engines.embedded.weights import load_decoder, save_decoder
 from penstock.models.pull import resolve
 from penstock.pool.sqlite import SqlitePool
 from penstock.records import Attempt, Group, Message, Sequence, Step
+from penstock.testing import SPECIAL, write_tokenizer
 from penstock.train.advantages.grpo import grpo
 from penstock.train.learner import Learner
 from penstock.train.policy import write_model
@@ -184,20 +195,21 @@ def stored_groups(task: str, model: str, batches: int, seed: int, folder: Path) 
 
 
 def train_rule(name: str, groups: list[Group], task: str, model: Path, options: argparse.Namespace, seed: int) -> dict[str, Any]:
-    """Trains by a rule; returns its counts, and the held-out reward after every update."""
+    """Trains by a rule; returns its counts, and the held-out rewards."""
     section, renderer = load_config(AGENTS / f"{task}.toml", []).train, Renderer.load(model)
     learner, counts, rewards, started = Learner(load_decoder(model), section, seed=seed), RuleCounts(), dict[int, float](), 0.0
-    for number in range(options.batches):
-        before = time.process_time()
-        chosen = groups[number * GROUPS_PER_BATCH : (number + 1) * GROUPS_PER_BATCH]
+    for number in range(options.epochs * options.batches):
+        before, first = time.process_time(), number % options.batches * GROUPS_PER_BATCH
+        chosen = groups[first : first + GROUPS_PER_BATCH]
         made, rollouts = project(chosen, RULES[name], renderer, counts)
         if made:
             learner.compute(learner.pack(made, rollouts=rollouts))
             learner.apply()
         started += time.process_time() - before
-        with tempfile.TemporaryDirectory() as folder:
-            write_model(Path(folder) / "model", learner.decoder, model)
-            rewards[number + 1] = held_out(task, Path(folder) / "model", options.eval_limit, seed)
+        if (number + 1) % options.eval_every == 0:
+            with tempfile.TemporaryDirectory() as folder:
+                write_model(Path(folder) / "model", learner.decoder, model)
+                rewards[number + 1] = held_out(task, Path(folder) / "model", options.eval_limit, seed)
     return {"rule": name, "seed": seed, "task": task, "rewards": rewards, "seconds": round(started, 1), **vars(counts)}
 
 
@@ -211,10 +223,37 @@ def rates(groups: list[Group], model: Path) -> list[dict[str, Any]]:
     return found
 
 
+def make_small(folder: Path) -> Path:
+    """Writes the small policy, unless it is there."""
+    if (folder / "model.safetensors").exists():
+        return folder
+    core = HfTokenizer(models.BPE())
+    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    letters = sorted({piece for char in string.printable for piece, _ in core.pre_tokenizer.pre_tokenize_str(char)})
+    trainer = trainers.BpeTrainer(vocab_size=len(letters) + 160, initial_alphabet=letters, show_progress=False)
+    core.train_from_iterator([file.read_text() for file in sorted(AGENTS.glob("*.py"))], trainer)
+    write_tokenizer(folder)  # for its settings
+    core.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
+    core.save(str(folder / "tokenizer.json"))
+    sizes = {"vocab_size": core.get_vocab_size(), "hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 512}
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5}
+    config = {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True, **sizes, **layers}
+    (folder / "config.json").write_text(json.dumps(config))
+    torch.manual_seed(0)
+    decoder = Decoder(read_decoder_shape(folder))
+    for parameter in decoder.parameters():
+        torch.nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.1)
+    save_decoder(decoder, folder)
+    return folder
+
+
 def main() -> None:
     options = _options()
-    model = resolve(options.model).path
     kept = Path(options.json)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    if options.model == "small":
+        options.model = str(make_small(kept.parent / "small"))
+    model = resolve(options.model).path
     known = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
     done = {(each["task"], each["rule"], each["seed"]) for each in known}
 
@@ -240,10 +279,12 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("model", help="a model folder, or a name that `model.name` takes")
-    parser.add_argument("--task", default="multiply")
+    parser.add_argument("--task", default="letters")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--batches", type=int, default=2, help="updates of each rule, each on four groups of eight rollouts")
-    parser.add_argument("--eval-limit", type=int, default=12)
+    parser.add_argument("--batches", type=int, default=8, help="each of four groups of eight rollouts")
+    parser.add_argument("--epochs", type=int, default=4, help="how often each batch is trained")
+    parser.add_argument("--eval-every", type=int, default=8, help="updates between two held-out evaluations")
+    parser.add_argument("--eval-limit", type=int, default=16)
     parser.add_argument("--rates-only", action="store_true", help="count what each rule keeps, and train nothing")
     parser.add_argument("--json", default="drift/results.jsonl", help="results, a line each; rollouts are stored beside it")
     return parser.parse_args()

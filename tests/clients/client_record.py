@@ -3,9 +3,14 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
+from tokenizers import Tokenizer
+from trial_tokenizer import tokenizer_folder
+
 from penstock.records import Attempt, End, Grade, Group, Task
+from penstock.train.allowed import AllowedReplay
 from penstock.train.sequences import exactness, read_graph, sequences
 
 
@@ -35,15 +40,21 @@ def view(attempt: Attempt, path: Sequence[int]) -> list[list[object]]:
 
 
 def assert_trainable(attempt: Attempt) -> None:
-    """Every token that was sampled is exact and would be trained."""
+    """Every token that was sampled is exact and would be trained; where a schema bound it, it is one that the schema allows."""
     found = exactness(attempt)
     assert found.sampled_tokens > 0 and found.exact_tokens == found.sampled_tokens and not found.unhashed_tokens, found
     grade = Grade(rollout_id=attempt.rollout.id, reward=1.0, source="test")
     graded = replace(attempt, end=End.COMPLETED, grades=(grade,))
     task = Task(id=attempt.rollout.task_id, prompt=())
     group = Group(id=attempt.rollout.group_id, seq=0, task=task, channel="train", attempts=(graded,))
-    counts = sequences(group, [1.0]).counts
+    counts = sequences(group, [1.0], replay=_replay()).counts
     assert counts["tokens"] == found.sampled_tokens and not [name for name in counts if name.startswith("masked")], counts
+
+
+@cache
+def _replay() -> AllowedReplay:
+    folder = tokenizer_folder()
+    return AllowedReplay(folder, Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size())
 
 
 def _viewed(message: Mapping[str, Any]) -> list[object]:

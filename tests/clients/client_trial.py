@@ -7,7 +7,6 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import connect_page
 import pytest
@@ -15,16 +14,16 @@ import results
 from blocking_proxy import BlockingProxy
 from environments import PROJECT, ROOT, bin_of, missing, npm_prefix, python_of
 from scripts import Script
+from trial_tokenizer import tokenizer_folder
 
 from penstock.chat.renderer import Renderer
 from penstock.pool import POOLS
 from penstock.records import Attempt, Sampling
-from penstock.testing import CHATML, ScriptedEngine, workbench, write_tokenizer
+from penstock.testing import CHATML, ScriptedEngine, workbench
 
 PROGRAMS = Path(__file__).parent / "programs"
 THINKS = (ROOT / "tests/templates/qwen3.jinja").read_text()
 """A template of a model that reasons: in the history it keeps what was thought since the last question only."""
-CORPUS = ("What is 2 plus 3? The sum is 5. Write hello to the file and tell me what you did, please. " * 40,)
 DEADLINE_S = 200
 
 
@@ -91,6 +90,7 @@ class Trial:
         found = f"{bin_of(self.environment)}{os.pathsep}{os.environ['PATH']}"
         own = {"PATH": found, "HOME": str(home), "TMPDIR": str(temporary)}
         told = {name: place.fill(value) for name, value in standard().items()}
+        told["TOKENIZER"] = str(tokenizer_folder(self.template))
         pipes = {"stdin": asyncio.subprocess.DEVNULL, "stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.PIPE}
         process = await asyncio.create_subprocess_exec(
             *map(place.fill, self.command), cwd=self.folder, env=own | told | dict(proxies), **pipes
@@ -149,5 +149,4 @@ def _write(file: Path, text: str) -> None:
 
 @cache
 def _renderer(template: str) -> Renderer:
-    with TemporaryDirectory() as folder:
-        return Renderer.load(write_tokenizer(Path(folder), corpus=CORPUS, vocab_size=420, template=template))
+    return Renderer.load(tokenizer_folder(template))

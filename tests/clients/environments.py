@@ -6,6 +6,7 @@ there. Clients whose requirements exclude each other get environments of their o
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,7 @@ CACHE = Path(os.environ.get("PENSTOCK_CLIENTS_CACHE", "~/.cache/penstock/clients
 PYTHON = {
     "vendor": ("openai", "anthropic", "openai-agents"),
     "strands": ("strands-agents[openai,anthropic]",),
-    "litellm-proxy": ("litellm[proxy]",),
+    "litellm-proxy": ("litellm[proxy]", "anthropic"),
     "litellm": ("litellm", "mcp"),  # which imports mcp in calls with tools, and does not ask for it
     "langchain": ("langchain", "langchain-openai", "langchain-anthropic"),
     "mini-swe-agent": ("mini-swe-agent", "mcp"),
@@ -26,16 +27,17 @@ PYTHON = {
     "instructor": ("instructor[anthropic]",),
     "dspy": ("dspy",),
     "smolagents": ("smolagents[openai]",),
-    "crewai": ("crewai",),
-    "adk": ("google-adk", "litellm"),
-    "autogen": ("autogen-agentchat", "autogen-ext[openai]"),
-    "agent-framework": ("agent-framework-core", "agent-framework-openai"),
+    "crewai": ("crewai[anthropic]",),
+    "adk": ("google-adk", "litellm", "mcp", "anthropic"),
+    "autogen": ("autogen-agentchat", "autogen-ext[openai,anthropic]", "anthropic<1"),  # it sends `temperature`, which 1 has not
+    "agent-framework": ("agent-framework-core", "agent-framework-openai", "agent-framework-anthropic"),
     "inspect": ("inspect-ai", "openai", "anthropic"),
     "verifiers": ("verifiers",),
-    "tracing": ("mlflow-skinny", "langfuse", "openai"),
+    "mlflow": ("mlflow", "openai"),
+    "langfuse": ("langfuse", "openai"),
     "aider": ("aider-chat",),
     "openhands": ("openhands-sdk", "openhands-tools"),
-    "harbor": ("harbor",),
+    "harbor": ("harbor", "mcp"),  # for Responses, as litellm
 }
 NEEDS_3_12 = {"openhands", "harbor"}
 """Environments whose packages do not install with Python 3.11."""
@@ -142,7 +144,7 @@ def _install_python(environment: str) -> dict[str, str]:
 
 
 def _plain(requirement: str) -> str:
-    return requirement.partition("[")[0].lower().replace("_", "-")
+    return re.split(r"[\[<>=]", requirement)[0].lower().replace("_", "-")
 
 
 def _install_npm() -> dict[str, str]:

@@ -25,6 +25,24 @@ def adder(prompt: str) -> str:
     return f"Let me add: naïve, but sure…\n{calls}" if len(pairs) == 1 else calls
 
 
+def speaker(prompt: str) -> str:
+    """Adds without a tool."""
+    pairs = re.findall(r"(\d+) plus (\d+)", last_turn(prompt))
+    return f"The sums are {' and '.join(str(int(a) + int(b)) for a, b in pairs)}."
+
+
+def finisher(prompt: str) -> str:
+    """As `adder`, for smolagents, whose agents end by the tool `final_answer`: in calls, in code, or in code inside JSON."""
+    results = re.findall(r"Observation:\n(?:Execution logs:\n)?(\d+)", prompt)
+    if '"name": "final_answer"' in prompt:
+        text = call("final_answer", answer=f"The sum is {results[-1]}") if results else call("add", a=2, b=3)
+        return text.removeprefix(last_turn(prompt).rpartition("<|im_start|>assistant\n")[2].rstrip())
+    code = f"final_answer('The sum is {results[-1]}')" if results else "print(add(a=2, b=3))"
+    if '"thought"' in prompt:
+        return json.dumps({"thought": "This is easy.", "code": code})
+    return f"Thought: This is easy.\n<code>\n{code}\n</code>"
+
+
 def in_turns(*replies: str) -> Script:
     """The first reply to the task, the next to each result: by how many results the prompt holds."""
 
@@ -58,14 +76,26 @@ def busy_first(script: Script) -> Script:
 
 def person(prompt: str) -> str:
     """A person as JSON, or as a call of the tool that asks for one; a call that the prompt begins is gone on with."""
-    value = {"name": "Ada", "age": 36}
-    begun = last_turn(prompt).rpartition("<|im_start|>assistant\n")[2]
-    if "<tool_call>" in begun:
-        text = call(_person_tool(prompt), **value)
-        return text[len(begun.rstrip()) :] if text.startswith(begun.rstrip()) else text.removeprefix("<tool_call>\n")
-    return call(tool, **value) if (tool := _person_tool(prompt)) else json.dumps(value)
+    begun = last_turn(prompt).rpartition("<|im_start|>assistant\n")[2].rstrip()
+    named = re.search(r'"name": "(\w+)"', begun)
+    tool = named[1] if named else _person_tool(prompt)
+    text = call(tool, **PERSON) if tool else _person_text(prompt)
+    return text.removeprefix(begun)
+
+
+PERSON = {"name": "Ada", "age": 36}
 
 
 def _person_tool(prompt: str) -> str:
-    offered = re.findall(r'"name": "(Person|person|final_result|format_final_json_response|set_model_response|json)"', prompt)
-    return offered[0] if offered else ""
+    """The offered tool that takes a name and an age."""
+    lines = [line for line in prompt.splitlines() if line.startswith('{"type": "function"')]
+    offered = [json.loads(line)["function"] for line in lines]
+    return next((each["name"] for each in offered if PERSON.keys() <= each["parameters"].get("properties", {}).keys()), "")
+
+
+def _person_text(prompt: str) -> str:
+    if "JSON object in the following order of fields: `person`" in prompt:  # dspy's JSON adapter
+        return json.dumps({"person": PERSON})
+    if "[[ ## completed ## ]]" in prompt:  # dspy's chat adapter
+        return f"[[ ## person ## ]]\n{json.dumps(PERSON)}\n\n[[ ## completed ## ]]"
+    return json.dumps(PERSON)

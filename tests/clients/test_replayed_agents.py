@@ -13,9 +13,9 @@ from pathlib import Path
 import orjson
 import pytest
 from blocking_proxy import BlockingProxy
-from client_trial import CORPUS, DEADLINE_S, Place, needs, standard
+from client_trial import DEADLINE_S, PROGRAMS, Place, needs, standard
 from connect_page import blocks
-from environments import bin_of
+from environments import bin_of, python_of
 from test_coding_agents import AGENTS, sandboxes, written
 
 from penstock.chat.renderer import Renderer
@@ -36,7 +36,7 @@ def test_replays_of_a_coding_agent_repeat_its_record_or_name_the_byte(name: str,
     if "--sandbox" in command and not sandboxes():
         command = command.replace("workspace-write", "danger-full-access")
     settings = {file: blocks(agent.heading, language)[0] for language, file in agent.settings.items()}
-    renderer = Renderer.load(write_tokenizer(tmp_path / "model", corpus=CORPUS, vocab_size=420))
+    renderer = Renderer.load(write_tokenizer(tmp_path / "model"))
     script = written(agent)
     core = renderer.tokenizer.core
     engine = ScriptedEngine(lambda ids: script(core.decode(ids, skip_special_tokens=False)), renderer.tokenizer, chunk=16)
@@ -46,8 +46,7 @@ def test_replays_of_a_coding_agent_repeat_its_record_or_name_the_byte(name: str,
         place = Place(session.base_url.removesuffix("/v1"), session.token)
         home, work, temporary = (tmp_path / each for each in ("home", "work", "tmp"))
         for folder in (home, work, temporary):
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir()
+            empty(folder)
         for file, text in settings.items():
             (home / file).parent.mkdir(parents=True, exist_ok=True)
             (home / file).write_text(place.fill(text))
@@ -89,6 +88,78 @@ def test_replays_of_a_coding_agent_repeat_its_record_or_name_the_byte(name: str,
     named = [problem for _, problem in made if re.search(r"differs.* at byte \d+: recorded '", problem)]
     print(f"{name}: {len(equal)} of {len(made)} replays repeat the record, {len(named)} differ: {named[:1]}")
     assert len(equal) + len(named) == len(made), [problem for _, problem in made if problem]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_many_replays_of_mini_swe_agent_repeat_its_record(tmp_path: Path) -> None:
+    needs("mini-swe-agent")
+    renderer = Renderer.load(write_tokenizer(tmp_path / "model"))
+    core, script = renderer.tokenizer.core, written(AGENTS["mini"])
+    engine = ScriptedEngine(lambda ids: script(core.decode(ids, skip_special_tokens=False)), renderer.tokenizer, chunk=16)
+    arguments = ["-m", "openai/any", "-t", "Write hello to made.txt", "-y", "--exit-immediately", "-o", "trajectory.json"]
+    own = {"MSWEA_CONFIGURED": "true", "MSWEA_COST_TRACKING": "ignore_errors", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    left = list(range(REPLAYS))
+
+    async def run(process: asyncio.subprocess.Process, session: Session, work: Path) -> None:
+        empty(work)
+        place = Place(session.base_url.removesuffix("/v1"), session.token)
+        variables = {key: place.fill(value) for key, value in standard().items()}
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(orjson.dumps({"folder": str(work), "variables": variables, "arguments": arguments}) + b"\n")
+        async with asyncio.timeout(DEADLINE_S):
+            assert await process.stdout.readline() == b"ended\n"
+
+    async def start() -> asyncio.subprocess.Process:
+        command = [str(python_of("mini-swe-agent")), str(PROGRAMS / "forked_mini.py")]
+        variables = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)} | own
+        pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.DEVNULL}
+        process = await asyncio.create_subprocess_exec(*command, env=variables, **pipes)
+        assert process.stdout is not None
+        while await process.stdout.readline() != b"ready\n":  # it greets its user first
+            assert process.returncode is None
+        return process
+
+    async def main() -> tuple[int, list[str]]:
+        equal, problems = 0, list[str]()
+        async with workbench(engine, renderer, serves=True) as bench:
+            processes = [await start() for _ in range(2)]
+            session = await bench.rollout(sampling=Sampling(max_tokens=4096))
+            await run(processes[0], session, tmp_path / "work-0")
+            recorded = await bench.attempt(session)
+            assert len(recorded.steps) == 3
+
+            async def worker(number: int, process: asyncio.subprocess.Process) -> None:
+                nonlocal equal
+                while left:
+                    branch = await branch_of(bench, recorded, left.pop())
+                    await run(process, branch, tmp_path / f"work-{number}")
+                    problem, attempt = branch.branch_problem(ended=True), await bench.attempt(branch)
+                    equal += not problem and written_steps(attempt) == written_steps(recorded)
+                    problems.extend([problem] if problem else [])
+                    if (made := REPLAYS - len(left)) % 20 == 0:
+                        print(f"{made} of {REPLAYS} replays begun, {equal} equal, {len(problems)} differ", flush=True)
+                    bench.gateway.close(branch.rollout_id)
+
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for number, process in enumerate(processes):
+                        group.create_task(worker(number, process))
+            finally:
+                for process in processes:
+                    process.kill()
+                    await process.wait()
+        return equal, problems
+
+    equal, problems = asyncio.run(main())
+    print(f"mini-swe-agent: {equal} of {REPLAYS} replays repeat the record, {len(problems)} differ: {problems[:1]}")
+    assert equal + len(problems) == REPLAYS
+    assert all(re.search(r"differs.* at byte \d+: recorded '", problem) for problem in problems)
+
+
+def empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
 
 
 async def branch_of(bench: GatewayFixture, recorded: Attempt, number: int) -> Session:

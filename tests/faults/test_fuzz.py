@@ -17,7 +17,7 @@ import pytest
 from fuzz_requests import PER_ROLLOUT, FuzzRequest, RequestMaker
 from killable_process import ALLOCATOR, FULL
 
-REQUESTS = int(os.environ.get("PENSTOCK_FUZZ_REQUESTS") or (100_000 if FULL else 3_000))
+REQUESTS = int(os.environ.get("PENSTOCK_FUZZ_REQUESTS") or (100_000 if FULL else 2_000))
 SEED = os.environ.get("PENSTOCK_FUZZ_SEED", "1")
 SHARES = {"gateway": 0.45, "open gateway": 0.1, "controller": 0.25, "rollout server": 0.12, "callbacks": 0.08, "view": 0.15}
 CALLERS = 12

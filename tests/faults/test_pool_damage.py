@@ -19,7 +19,7 @@ from penstock.pool.sqlite import SqlitePool
 from penstock.records import End, Grade, Mark, Node, Sampling, Step, Task, make_rollout
 
 FULL = os.environ.get("PENSTOCK_FAULTS") == "full"
-HITS = 1000 if FULL else 100
+HITS = 1000 if FULL else 50
 BATCH = 50
 GROUPS, SIZE, STEPS = 8, 3, 4
 

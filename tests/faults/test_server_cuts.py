@@ -194,7 +194,7 @@ def test_no_answer_at_any_point_leaves_a_server_paused_or_a_run_without_an_end(
         total = await requests_of_a_run(version, folders, way)
         assert total >= (10 if way == "adapters" else 16)
         async with asyncio.TaskGroup() as group:
-            for first in range(0, total, 1 if FULL else 4 if lasting else 2):
+            for first in range(0, total, 1 if FULL else 8 if lasting else 4):
                 group.create_task(case(first))
         await asyncio.sleep(SILENT_S)  # connections that were reset are closed in the next rounds of the loop
 

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from penstock.config import load_config
 from penstock.errors import ConfigError
@@ -99,7 +100,10 @@ def check(folder, summary):
 @pytest.mark.usefixtures("cluster")
 def test_tiny_policy_is_trained_by_actors_and_its_progress_is_told_here(tmp_path):
     killer = Killer()
-    summary = train(write_run(tmp_path), killer, "rollout.executor=ray", "rollout.max_staleness=1")
+    overrides = ("rollout.executor=ray", "rollout.max_staleness=1", 'track.to=["tensorboard"]')
+    file, agent = write_run(tmp_path), tmp_path / "agent.py"
+    agent.write_text(agent.read_text().replace("messages=messages)", "messages=messages, max_tokens=1000)"))
+    summary = train(file, killer, *overrides)
     attempts = check(tmp_path, summary)
     assert {attempt.end for attempt in attempts} == {End.COMPLETED}
     assert summary.policy_version > 0 and summary.last_reward is not None
@@ -107,6 +111,20 @@ def test_tiny_policy_is_trained_by_actors_and_its_progress_is_told_here(tmp_path
     assert killer.kinds().count("rollout.end") == len(attempts)
     logged = (tmp_path / "runs" / "tiny" / "events.jsonl").read_text().splitlines()
     assert [json.loads(line)["kind"] for line in logged] == killer.kinds()[-len(logged) :]
+    assert summary.notices["capped:max_tokens"] == sum(len(attempt.steps) for attempt in attempts)
+    check_tracked(tmp_path / "runs" / "tiny")
+
+
+def check_tracked(folder):
+    """The tracker was told of every step and of rollouts."""
+    found = EventAccumulator(str(folder / "tensorboard"), size_guidance={"tensors": 0, "scalars": 0}).Reload()
+    rewards = {entry["step"]: entry["reward"] for entry in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())}
+    assert {each.step: each.value for each in found.Scalars("train/reward")} == pytest.approx(rewards)
+    assert b"- rollout: `train-" in found.Tensors("rollouts/0/text_summary")[0].tensor_proto.string_val[0]
+    ends = [
+        event for event in map(json.loads, (folder / "events.jsonl").read_text().splitlines()) if event["kind"] == "tracker.end"
+    ]
+    assert [(end["tracker"], end["failed"], end["left_out"]) for end in ends] == [("tensorboard", 0, 0)]
 
 
 @pytest.mark.slow

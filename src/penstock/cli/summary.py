@@ -115,7 +115,7 @@ def _result_rows(result: TrainingResult) -> list[tuple[str, str]]:
     summary = result.summary
     rows = [("reward", f"{_change(summary.first_reward, summary.last_reward)}   {sparkline(result.rewards)}")]
     if summary.last_reward is not None:
-        first, last = (min(count, summary.rollouts) for count in (FIRST, LAST))
+        first, last = (min(count, summary.rollouts if summary.graded is None else summary.graded) for count in (FIRST, LAST))
         rows.append(("", f"mean of the first {first} graded rollouts → of the last {last}"))
     if summary.eval_after is not None:
         rows.append(("held-out", _change(summary.eval_before, summary.eval_after)))

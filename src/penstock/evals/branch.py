@@ -12,7 +12,7 @@ import orjson
 
 from penstock.config import RunConfig, make_config, override
 from penstock.errors import ConfigError, PoolError
-from penstock.evals.metrics import Estimate, estimate
+from penstock.evals.metrics import Estimate, estimate_draws
 from penstock.evals.run import MAY_CHANGE, grading_files
 from penstock.events import Events, Listener
 from penstock.pool.base import Pool
@@ -214,7 +214,7 @@ async def _values(points: Sequence[BranchPoint], recorded: Attempt, pool: Pool) 
     groups = {group.id: group for group in await pool.groups(CHANNEL, limit=MAX_GROUPS)}
     made = [groups[branch_group(point)].attempts if branch_group(point) in groups else () for point in points]
     rewards = [tuple(attempt.reward for attempt in each if attempt.reward is not None) for each in made]
-    values = [estimate(each) if each else None for each in rewards]
+    values = [estimate_draws(each) if each else None for each in rewards]
     calls, said = calls_of(recorded), {step.index: str(step.message.get("content") or "") for step in recorded.steps}
     known = {point.step: value.value for point, value in zip(points, values, strict=True) if value is not None}
     found: list[StepValue] = []

@@ -61,6 +61,8 @@ class ModelCall:
     """Whether the content of the answer also has the text of its tool calls, for agents that parse it themselves."""
     forced: str | None = None
     """The tool that the reply must call, empty for any; None if the model may choose."""
+    allowed: frozenset[str] = frozenset()
+    """The tools that may be called, of those in the prompt; empty for all."""
     deferred: tuple[Tool, ...] = ()
     """Tools that may be called and are shown where a message refers to them, not at the head of the prompt."""
     one_call: bool = False

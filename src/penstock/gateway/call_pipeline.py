@@ -156,7 +156,7 @@ class CallPipeline:
 
     async def _constrain(self, call: ModelCall, prompt: Prompt) -> ReplyGrammar | None:
         """The grammar of the reply. Compiling a large schema takes up to a second, hence the thread."""
-        if call.format is None and call.forced is None and not call.strict:
+        if call.format is None and call.forced is None and not call.strict and not call.allowed:
             return None
         grammar, ignored = await asyncio.to_thread(self._source(call).grammar, call, prompt)
         for name in ignored:

@@ -143,8 +143,9 @@ class TokenSource:
 
     def grammar(self, call: ModelCall, prompt: Prompt) -> CallGrammar:
         """See `ReplySource.grammar`. The schema of a tool that must be called binds if it can, that of a strict tool always."""
-        writer, tools = self._renderer.grammars, (*call.tools, *call.deferred) if call.reads_calls else ()
-        unmet = ("tools.strict",) if call.strict and tools else ()
+        writer, tools = self._renderer.grammars, _callable_tools(call)
+        asked = (("tools.strict", call.strict), ("tool_choice.allowed_tools", call.allowed)) if tools else ()
+        unmet = tuple(name for name, names in asked if names)
         if call.raw is not None:
             return CallGrammar()
         if call.forced is not None:
@@ -157,7 +158,7 @@ class TokenSource:
         if call.format is not None:
             grammar = self._renderer.reply_grammar(call.format, tools, call.strict, prompt=prompt.ids)
             return CallGrammar(_compilable(grammar, call.format_field), () if writer.constrains_calls else unmet)
-        if not call.strict or not tools:
+        if not (call.strict or call.allowed) or not tools:
             return CallGrammar()
         grammar = self._renderer.text_grammar(tools, call.strict, prompt=prompt.ids) if writer.constrains_calls else None
         return CallGrammar(None, unmet) if grammar is None else CallGrammar(_compilable(grammar, "tools"))
@@ -225,6 +226,11 @@ class TokenSource:
         return Rendering(renderer, RootCache(renderer, self._bound))
 
 
+def _callable_tools(call: ModelCall) -> tuple[Tool, ...]:
+    tools = (*call.tools, *call.deferred) if call.reads_calls else ()
+    return tuple(tool for tool in tools if not call.allowed or tool["function"]["name"] in call.allowed)
+
+
 def _compilable(grammar: ReplyGrammar, field: str) -> ReplyGrammar:
     if problem := grammar_problem(grammar.lark):
         raise RequestError(f"{field}: the schema cannot be enforced: {problem}", code="invalid_schema", param=field)
@@ -284,6 +290,7 @@ class TextEndpointSource:
             tools=[*call.tools, *call.deferred],
             may_call=call.reads_calls,
             forced=call.forced,
+            allowed=call.allowed,
             one_call=call.one_call,
             extra=call.extra,
             dialect=call.dialect,

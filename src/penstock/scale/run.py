@@ -4,7 +4,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from penstock.pool import POOLS
 from penstock.run.code import use_code
 from penstock.run.folder import RunFolder, locked, open_run_folder
 from penstock.run.inputs import Inputs, refuse_untrainable
+from penstock.run.notices import read_notices
 from penstock.run.tracking import tracking
 from penstock.scale.actor_calls import MAX_DEATHS, Actor, ActorGone, call_result, relay_events, wait_restarted
 from penstock.scale.cluster import STORE_BYTES, on_node, open_cluster, own_node, own_node_id
@@ -64,6 +65,7 @@ async def train_on_ray(
             with open_cluster(config.scale.address, namespace=f"penstock-{config.run.name}", store_bytes=_store_bytes(inputs)):
                 async with open_actors(config, inputs, folder, events) as actors:
                     summary = await supervise(actors, stop, events, resumed=folder.resumed)
+            summary = replace(summary, notices=await asyncio.to_thread(read_notices, folder.events))
             folder.write_summary(to_json(summary))
             events.emit("run.end", summary=asdict(summary))
         return summary

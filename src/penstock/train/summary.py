@@ -33,6 +33,8 @@ class Summary:
     """Mean over the first 32 graded rollouts."""
     last_reward: float | None
     """Mean over the last 64 graded rollouts."""
+    graded: int | None = None
+    """Graded rollouts of the trained steps; None of a run that an earlier penstock summed up."""
     eval_before: float | None
     eval_after: float | None
     evals: dict[str, float | None] = field(default_factory=dict[str, float | None])
@@ -104,6 +106,7 @@ async def summarize(run: TrainingRun, progress: TrainProgress, before: float | N
         steps=progress.step,
         first_reward=mean(rewards[:FIRST]),
         last_reward=mean(rewards[-LAST:]),
+        graded=len(rewards),
         eval_before=before,
         eval_after=after,
         evals=evaluations_during_training(run.folder.evaluations()),

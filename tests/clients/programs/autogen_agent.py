@@ -3,14 +3,12 @@
 import asyncio
 
 from autogen_agentchat.agents import AssistantAgent
-from autogen_ext.models.openai import OpenAIChatCompletionClient
-from conversation import INSTRUCTIONS, MODEL, QUESTIONS, STREAMS, add
-
-INFO = {"vision": False, "function_calling": True, "json_output": True, "family": "unknown", "structured_output": True}
+from autogen_model import client_of
+from conversation import DIALECT, INSTRUCTIONS, QUESTIONS, STREAMS, add
 
 
 async def main():
-    client = OpenAIChatCompletionClient(model=MODEL, model_info=INFO)
+    client = client_of(DIALECT)
     agent = AssistantAgent(
         "adder", client, tools=[add], system_message=INSTRUCTIONS, reflect_on_tool_use=True, model_client_stream=STREAMS
     )

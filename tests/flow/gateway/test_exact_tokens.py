@@ -21,7 +21,7 @@ from penstock.gateway.graph import HISTORY_EDITED, REPLY_EDITED, TEMPLATE_REWRIT
 from penstock.testing import ScriptedEngine, memory_pool, workbench
 from templates.template_cases import FAMILIES, renderer, tokenizer
 
-CONVERSATIONS = int(os.environ.get("PENSTOCK_CONVERSATIONS", "100"))
+CONVERSATIONS = int(os.environ.get("PENSTOCK_CONVERSATIONS") or (100 if os.environ.get("PENSTOCK_FAULTS") == "full" else 40))
 """For each template."""
 APPEND_ONLY = ("chatml", "smollm2", "smollm2 itself", "qwen2.5", "mistral v7", "gemma")
 """Families whose templates never rewrite what came before."""

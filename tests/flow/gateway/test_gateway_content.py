@@ -238,14 +238,24 @@ def test_what_a_vendors_servers_did_is_left_out_and_counted():
 
 
 @pytest.mark.parametrize(("mode", "forces"), [("auto", False), ("required", True)])
-def test_allowed_tools_force_a_call_if_they_must_and_the_rest_is_counted(mode, forces):
+def test_allowed_tools_force_a_call_if_they_must_and_bind_the_reply(mode, forces):
     async def steps(talk):
         allowed = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "look"}]}
         await talk.post("responses", input="Look.", tools=TOOLS["responses"], tool_choice=allowed)
         assert talk.prompt.rstrip().endswith("assistant") is not forces
-        assert talk.bench.gateway.counts["ignored:tool_choice.allowed_tools"] == 1
+        [step] = (await talk.bench.attempt(talk.session)).steps
+        assert step.sampling.grammar is not None and not talk.bench.gateway.counts
 
     run([CALL if not forces else "{}}\n</tool_call>"], steps)
+
+
+def test_allowed_tools_that_are_not_offered_are_counted():
+    async def steps(talk):
+        allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "image_generation"}]}
+        await talk.post("responses", input="Look.", tools=TOOLS["responses"], tool_choice=allowed)
+        assert talk.bench.gateway.counts == {"ignored:tool_choice.allowed_tools": 1}
+
+    run([CALL], steps)
 
 
 def test_a_response_can_be_read_again_by_its_id_in_its_own_rollout():

@@ -157,6 +157,31 @@ def test_a_strict_tool_binds_calls_that_the_model_may_make():
     run(steps)
 
 
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_only_allowed_tools_are_called(mode):
+    """The tiny policy calls `multiply`, here one of three that it is offered; it may call the two others."""
+    names = ("multiply", "add", "erase")
+    numbers = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+    tools = [{"type": "function", "function": {"name": name, "parameters": numbers}} for name in names]
+    listed = [{"type": "function", "function": {"name": name}} for name in names[1:]]
+    bound = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": listed}}
+
+    async def steps(http, bench, session):
+        called = {"auto": set(), bound["type"]: set()}
+        for seed in range(8):
+            for choice in ("auto", bound):
+                fields = {"tools": tools, "tool_choice": choice, "max_tokens": 60, "seed": seed}
+                user = {"role": "user", "content": "3 * 4"}
+                message = (await ask(http, "/v1/chat/completions", messages=[user], **fields))["choices"][0]["message"]
+                made = {call["function"]["name"] for call in message.get("tool_calls") or ()}
+                called[choice if choice == "auto" else choice["type"]] |= made
+        assert "multiply" in called["auto"] and called["allowed_tools"] <= {"add", "erase"}
+        assert called["allowed_tools"] or mode == "auto"
+        assert not [name for name in bench.gateway.counts if name.startswith("ignored")]
+
+    run(steps)
+
+
 def test_a_forced_call_of_a_schema_that_cannot_be_enforced_is_counted():
     parameters = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]

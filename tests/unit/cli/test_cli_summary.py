@@ -131,3 +131,4 @@ def test_the_next_command_evaluates_the_checkpoint_and_repeats_no_setting():
 
 def test_the_summary_says_what_the_two_rewards_are():
     assert "mean of the first 32 graded rollouts → of the last 64" in as_text(training_result())
+    assert "mean of the first 20 graded rollouts → of the last 20" in as_text(training_result(graded=20))

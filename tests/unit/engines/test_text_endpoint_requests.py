@@ -70,6 +70,14 @@ def test_a_choice_of_tools_is_said_in_each_ones_words(fields, of_openai, of_anth
     assert anthropic().body(asked(**fields))["tool_choice"] == of_anthropic
 
 
+def test_tools_that_may_be_called_are_named_or_are_all_that_is_offered():
+    other = {"type": "function", "function": {"name": "other", "parameters": {"type": "object"}}}
+    request = TextRequest(messages=TALK, tools=[TOOL, other], sampling=Sampling(max_tokens=5), allowed=frozenset({"add"}))
+    listed = [{"type": "function", "function": {"name": "add"}}]
+    assert openai().body(request)["tool_choice"] == {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": listed}}
+    assert [tool["name"] for tool in anthropic().body(request)["tools"]] == ["add"]
+
+
 def test_the_vendor_gets_the_newer_name_of_the_limit():
     assert openai().body(asked())["max_completion_tokens"] == 5
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.evals.metrics import difference, estimate, pass_at_k, quantile
+from penstock.evals.metrics import difference, estimate, estimate_draws, pass_at_k, quantile
 
 
 @pytest.mark.parametrize(
@@ -29,6 +29,15 @@ def test_interval_of_equal_values_is_a_point_and_of_others_holds_the_mean():
     found = estimate([0.0, 1.0] * 50)
     assert found.value == 0.5
     assert found.low == pytest.approx(0.4, abs=0.03) and found.high == pytest.approx(0.6, abs=0.03)  # 1.96 x 0.5 / sqrt(100)
+
+
+def test_interval_of_a_few_draws_is_not_empty_where_all_are_equal():
+    won, lost, half = estimate_draws([1.0] * 4), estimate_draws([0.0] * 4), estimate_draws([0.0, 1.0])
+    z = 1.959964
+    assert won == (1.0, pytest.approx(4 / (4 + z * z)), 1.0)
+    assert lost == (0.0, 0.0, pytest.approx(1 - 4 / (4 + z * z)))
+    assert half.high - 0.5 == pytest.approx(0.5 - half.low) and half.high == pytest.approx(0.905, abs=1e-3)
+    assert estimate_draws([-1.0, 3.0]).value == 1.0  # of other rewards, by drawing again
 
 
 def test_paired_difference_sees_what_is_the_same_in_every_task():

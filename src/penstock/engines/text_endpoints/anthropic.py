@@ -45,7 +45,11 @@ class AnthropicEndpoint(HttpTextEndpoint):
             **_sampling_fields(request.sampling),
         }
         if request.tools:
-            tools = [_tool(tool["function"], strict=tool["function"]["name"] in request.strict) for tool in request.tools]
+            functions = [tool["function"] for tool in request.tools]
+            offered = [
+                each for each in functions if not request.allowed or each["name"] in request.allowed
+            ]  # it has no such choice
+            tools = [_tool(each, strict=each["name"] in request.strict) for each in offered]
             body |= {"tools": tools, "tool_choice": _tool_choice(request)}
         if request.format is not None:
             body["output_config"] = {"format": {"type": "json_schema", "schema": request.format.schema or {"type": "object"}}}

@@ -41,6 +41,8 @@ class TextRequest:
     """Whether the reply may call a tool."""
     forced: str | None = None
     """The tool that the reply must call; empty for any tool; None if none is forced."""
+    allowed: frozenset[str] = frozenset()
+    """The tools that may be called; empty for all."""
     one_call: bool = False
     """Whether the reply may make one tool call at most."""
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])

@@ -98,7 +98,11 @@ def _response_format(form: ReplyFormat) -> dict[str, Any]:
 def _tool_choice(request: TextRequest) -> Any:
     if request.forced:
         return {"type": "function", "function": {"name": request.forced}}
-    return "required" if request.forced is not None else "auto" if request.may_call else "none"
+    mode = "required" if request.forced is not None else "auto" if request.may_call else "none"
+    if not request.allowed:
+        return mode
+    named = [{"type": "function", "function": {"name": name}} for name in sorted(request.allowed)]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
 
 
 def _message(message: Message) -> Message:

@@ -89,6 +89,7 @@ class ChatDialect:
             template_options=fields.template_options(body.get("chat_template_kwargs"), "chat_template_kwargs"),
             extra={name: body[name] for name in body.keys() - CARRIED},
             forced=fields.forced_tool(body.get("tool_choice"), tools),
+            allowed=fields.allowed_tools(body.get("tool_choice"), tools),
             strict=fields.strict_tools(tools),
             format=fields.reply_format(body.get("response_format"), "response_format"),
             choices=fields.integer(body, "n", 1, low=1, high=fields.MAX_CHOICES),
@@ -99,7 +100,7 @@ class ChatDialect:
             ignored=(
                 *(sorted(others - LABELS - NEUTRAL.keys() - HARMLESS.keys()) if others else ()),
                 *(check_harmless(body) if others else ()),
-                *fields.unmet_tool_choice(body.get("tool_choice")),
+                *fields.unmet_tool_choice(body.get("tool_choice"), tools),
             ),
         )
 

@@ -122,8 +122,7 @@ def forced_tool(value: Any, tools: tuple[Tool, ...], name: str = "tool_choice") 
 def _forced_of_several(value: dict[str, Any], tools: tuple[Tool, ...], name: str) -> str | None:
     """The tool that `allowed_tools` forces: one if it is the only one. The Chat form nests mode and tools in an object."""
     allowed = as_object(value.get("allowed_tools")) or value
-    named = [as_object(each) or {} for each in as_list(allowed.get("tools")) or ()]
-    wanted = [(as_object(each.get("function")) or each).get("name") for each in named]
+    wanted = _listed(allowed)
     if allowed.get("mode") not in ("auto", "required") or not wanted:
         raise invalid(name, f"must have a mode, auto or required, and tools; not {preview(value)}")
     if allowed["mode"] == "auto":
@@ -131,9 +130,24 @@ def _forced_of_several(value: dict[str, Any], tools: tuple[Tool, ...], name: str
     return forced_tool({"name": wanted[0]} if len(wanted) == 1 else "required", tools, name)
 
 
-def unmet_tool_choice(value: Any) -> tuple[str, ...]:
-    """What is not done of a tool choice: `allowed_tools` leaves the other tools in the prompt, and the model may call them."""
-    return ("tool_choice.allowed_tools",) if (as_object(value) or {}).get("type") == "allowed_tools" else ()
+def allowed_tools(value: Any, tools: tuple[Tool, ...]) -> frozenset[str]:
+    """The tools that `allowed_tools` lists, of those that the model is offered; empty if the choice sets no bound."""
+    choice = as_object(value) or {}
+    if choice.get("type") != "allowed_tools":
+        return frozenset()
+    listed = _listed(as_object(choice.get("allowed_tools")) or choice)
+    return frozenset(tool["function"]["name"] for tool in tools if tool["function"]["name"] in listed)
+
+
+def _listed(allowed: dict[str, Any]) -> list[Any]:
+    named = [as_object(each) or {} for each in as_list(allowed.get("tools")) or ()]
+    return [(as_object(each.get("function")) or each).get("name") for each in named]
+
+
+def unmet_tool_choice(value: Any, tools: tuple[Tool, ...]) -> tuple[str, ...]:
+    """What cannot be done of a tool choice: `allowed_tools` that lists none of the tools that the model is offered."""
+    bound = (as_object(value) or {}).get("type") == "allowed_tools"
+    return ("tool_choice.allowed_tools",) if bound and not allowed_tools(value, tools) else ()
 
 
 def template_options(value: Any, name: str) -> str:

@@ -95,13 +95,14 @@ class ResponsesDialect:
             forced=_forced(body.get("tool_choice"), tools),
             one_call=body.get("parallel_tool_calls") is not None and not fields.flag(body, "parallel_tool_calls"),
             extra=_extra(body),
+            allowed=fields.allowed_tools(body.get("tool_choice"), tools),
             strict=_strict(body.get("tools")),
             format=fields.reply_format(fields.nested(body, "text").get("format"), "text.format"),
             format_field="text.format",
             stream=fields.flag(body, "stream"),
             logprobs=LOGPROBS in _included(body) or likely > 0,
             echo=tuple((name, body[name] if body.get(name) is not None else other) for name, other in ECHOED.items()),
-            ignored=tuple(sorted(set(_unmet(body)))),
+            ignored=tuple(sorted({*_unmet(body), *fields.unmet_tool_choice(body.get("tool_choice"), tools)})),
         )
 
     def json_body(self, answer: ModelAnswer) -> bytes:
@@ -171,7 +172,6 @@ def _unmet(body: dict[str, Any]) -> Iterator[str]:
     yield from (f"text.{name}" for name, value in fields.nested(body, "text").items() if name != "format" and value is not None)
     if body.get("truncation") not in (None, "disabled"):
         yield "truncation"
-    yield from fields.unmet_tool_choice(body.get("tool_choice"))
     yield from {f"item:{kind}" for item in fields.as_list(body.get("input")) or () if (kind := _dropped(item))}
 
 
