@@ -27,6 +27,19 @@ NPM_PACKAGES = {
     "Continue": ("@continuedev/cli",),
 }
 """The first word of a trial's name, to the packages that it tries."""
+TITLES = {
+    "vendor": "`.parse` of openai and anthropic, `output_type` of openai-agents:",
+    "npm": "AI SDK, `Output.object`:",
+    "ai_sdk": "AI SDK",
+    "openai_node": "openai for Node",
+    "anthropic_node": "@anthropic-ai/sdk for Node",
+    "agents_sdk": "openai-agents",
+    "openai_chat": "openai",
+    "openai_responses": "openai",
+    "anthropic_messages": "anthropic",
+    "traced_openai": "openai traced by",
+}
+"""The first word of a trial's name, to what the table calls it."""
 BEGIN, END = "<!-- clients -->\n", "<!-- /clients -->\n"
 
 
@@ -57,9 +70,18 @@ def table() -> str:
         rates = ", ".join(f"{mode} {line['exact']:.1f} ({line['paths']})" for mode, line in sorted(found.items()))
         why = ", ".join(sorted({f"`{reason}`" for line in found.values() for reason in line["breaks"]})) or "none"
         packages = packages if first["environment"] != "npm" else _npm_package(name)
-        rows.append(f"| {name} | {packages} | {rates} | {why} |")
+        rows.append(f"| {_title(name, first['environment'])} | {packages} | {rates} | {why} |")
     head = "| client and API | versions | exact rate (paths) | breaks |\n|---|---|---|---|\n"
-    return head + "\n".join(sorted(rows)) + "\n"
+    return head + "\n".join(sorted(rows, key=str.lower)) + "\n"
+
+
+def _title(name: str, environment: str) -> str:
+    first, _, rest = name.partition(" ")
+    if first in TITLES:
+        return f"{TITLES[first]} {rest}"
+    if first == environment and rest:
+        return f"{environment}, structured output: {rest}"
+    return f"{environment} {rest}" if "_" in first else name
 
 
 def _npm_package(name: str) -> str:

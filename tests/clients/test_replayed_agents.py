@@ -13,7 +13,7 @@ from pathlib import Path
 import orjson
 import pytest
 from blocking_proxy import BlockingProxy
-from client_trial import CORPUS, DEADLINE_S, PROGRAMS, Place, needs, standard
+from client_trial import DEADLINE_S, PROGRAMS, Place, needs, standard
 from connect_page import blocks
 from environments import bin_of, python_of
 from test_coding_agents import AGENTS, sandboxes, written
@@ -36,7 +36,7 @@ def test_replays_of_a_coding_agent_repeat_its_record_or_name_the_byte(name: str,
     if "--sandbox" in command and not sandboxes():
         command = command.replace("workspace-write", "danger-full-access")
     settings = {file: blocks(agent.heading, language)[0] for language, file in agent.settings.items()}
-    renderer = Renderer.load(write_tokenizer(tmp_path / "model", corpus=CORPUS, vocab_size=420))
+    renderer = Renderer.load(write_tokenizer(tmp_path / "model"))
     script = written(agent)
     core = renderer.tokenizer.core
     engine = ScriptedEngine(lambda ids: script(core.decode(ids, skip_special_tokens=False)), renderer.tokenizer, chunk=16)
@@ -94,7 +94,7 @@ def test_replays_of_a_coding_agent_repeat_its_record_or_name_the_byte(name: str,
 @pytest.mark.timeout(7200)
 def test_many_replays_of_mini_swe_agent_repeat_its_record(tmp_path: Path) -> None:
     needs("mini-swe-agent")
-    renderer = Renderer.load(write_tokenizer(tmp_path / "model", corpus=CORPUS, vocab_size=420))
+    renderer = Renderer.load(write_tokenizer(tmp_path / "model"))
     core, script = renderer.tokenizer.core, written(AGENTS["mini"])
     engine = ScriptedEngine(lambda ids: script(core.decode(ids, skip_special_tokens=False)), renderer.tokenizer, chunk=16)
     arguments = ["-m", "openai/any", "-t", "Write hello to made.txt", "-y", "--exit-immediately", "-o", "trajectory.json"]
@@ -137,6 +137,8 @@ def test_many_replays_of_mini_swe_agent_repeat_its_record(tmp_path: Path) -> Non
                     problem, attempt = branch.branch_problem(ended=True), await bench.attempt(branch)
                     equal += not problem and written_steps(attempt) == written_steps(recorded)
                     problems.extend([problem] if problem else [])
+                    if (made := REPLAYS - len(left)) % 20 == 0:
+                        print(f"{made} of {REPLAYS} replays begun, {equal} equal, {len(problems)} differ", flush=True)
                     bench.gateway.close(branch.rollout_id)
 
             try:

@@ -50,6 +50,7 @@ def named(client: Client) -> str:
 def converse(client: Client, mode: str, tmp_path: Path, script=adder, template: str = CHATML) -> Seen:
     command = program(PROGRAMS / client.program, tmp_path / "work", mode, client.dialect, environment=client.environment)
     name = "" if client.environment == PROJECT else f"{client.program.partition('.')[0]} {client.dialect}"
+    name += ", reasoning" if name and template == THINKS else ""
     return Trial(client.environment, command, script, tmp_path / "work", template=template, name=name, mode=mode).run()
 
 

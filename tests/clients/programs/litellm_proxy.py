@@ -2,6 +2,7 @@
 
 import os
 import runpy
+import secrets
 import socket
 import subprocess
 import sys
@@ -18,6 +19,7 @@ model_list:
 litellm_settings: {{telemetry: false}}
 """
 PROGRAMS = {"chat": "openai_chat", "responses": "openai_responses", "messages": "anthropic_messages"}
+KEY = f"sk-{secrets.token_hex(32)}"
 VENDOR = "ANTHROPIC" if DIALECT == "messages" else "OPENAI"
 
 
@@ -28,7 +30,8 @@ def free_port():
 
 
 def wait_for(address, process):
-    while process.poll() is None:
+    end = time.monotonic() + 150
+    while process.poll() is None and time.monotonic() < end:
         try:
             return urllib.request.urlopen(f"{address}/health/liveliness", timeout=5).read()
         except OSError:
@@ -44,11 +47,16 @@ Path("proxy.yaml").write_text(
 address = f"http://127.0.0.1:{(port := free_port())}"
 litellm = Path(sys.executable).parent / "litellm"
 with Path("proxy.log").open("w") as log:
-    proxy = subprocess.Popen([litellm, "--config", "proxy.yaml", "--port", str(port)], stdout=log, stderr=log)
+    proxy = subprocess.Popen(
+        [litellm, "--config", "proxy.yaml", "--port", str(port)],
+        env=os.environ | {"LITELLM_MASTER_KEY": KEY},
+        stdout=log,
+        stderr=log,
+    )
 try:
     wait_for(address, proxy)
     os.environ["OPENAI_BASE_URL"], os.environ["ANTHROPIC_BASE_URL"] = f"{address}/v1", address
-    os.environ["OPENAI_API_KEY"] = os.environ["ANTHROPIC_API_KEY"] = "sk-proxy"
+    os.environ["OPENAI_API_KEY"] = os.environ["ANTHROPIC_API_KEY"] = KEY
     runpy.run_module(PROGRAMS[DIALECT], run_name="__main__")
 finally:
     proxy.terminate()
