@@ -16,8 +16,8 @@ Groups of the start policy are sampled and stored once for each seed. Every rule
 - `last turn`: the last call of a rollout alone, as it was sampled.
 
 Each rule starts from the same weights and takes an update per batch, in every epoch. Rewards are of new rollouts at temperature 1,
-each task of `dataset.eval` twice; for `letters` these are the trained prompts. With `--json`, the same command goes on with what its
-file lacks.
+each task of `dataset.eval` twice; for `letters` these are the trained prompts. With `--json`, the same command goes on with what
+its file lacks.
 """
 
 import argparse
