@@ -44,7 +44,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest $(TEST_OPTIONS)
 
 test-faults: $(STAMP)
-	PENSTOCK_FAULTS=full $(BIN)/python -m pytest -n 2 --dist loadfile -s tests/faults
+	PENSTOCK_FAULTS=full $(BIN)/python -m pytest -n 2 --dist loadfile -s tests/faults tests/flow/branches/test_replayed_examples.py
 	PENSTOCK_FAULTS=full $(BIN)/python -m pytest -n 2 --dist loadfile -s -m soak --ignore tests/faults
 
 test-clients: $(STAMP)
@@ -63,7 +63,7 @@ test-vllm: $(STAMP)
 # Several processes: most of the time goes into compiling kernels, each on one core.
 test-gpu: $(STAMP)
 	@$(BIN)/python -c 'import torch; raise SystemExit(None if torch.cuda.is_available() else "no GPU here: nothing was tested")'
-	$(BIN)/python -m pytest -p no:benchmark -n 3 --dist loadfile -m gpu tests/gpu
+	$(BIN)/python -m pytest -p no:benchmark -n 3 --dist loadfile -vv --tb=short -m gpu tests/gpu
 
 # pyright runs on one core, however long it takes: the tests leave that core to it.
 CHECK_OPTIONS := -n 2 --dist loadfile -m "not slow" --hypothesis-profile check

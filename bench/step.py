@@ -1,8 +1,9 @@
 """What a training step takes beside the model: 32 rollouts of one turn, with an engine that answers at once.
 
 Scheduler, runner, agent, gateway, pool on disk and grader are opened as a training run opens them. A step lasts from the moment at
-which the groups before it count as trained until its own are claimed. `client` is the same agent on its `openai` client against a
-server of another process that does nothing else: what the agent itself takes, and none of ours.
+which the groups before it count as trained until its own are claimed. `client` is the same agent on its client against a server of
+another process that does nothing else: what the agent itself takes, and none of ours. Two agents are measured, one on the
+`openai` client, which takes most of its step, and one that posts a body: with it, a step is nearly all ours.
 """
 
 import argparse
@@ -12,10 +13,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import orjson
 
+from bench.bare_agent import post
 from bench.gateway.servers import serving
 from bench.gpu.one_turn import ask
 from penstock.config import RunConfig
@@ -37,7 +39,8 @@ from penstock.train.training_run import open_rollouts
 GROUPS, SIZE = 4, 8
 STEPS, FIRST = 60, 10
 """Steps that are measured, and those before them."""
-AGENT = Path(__file__).parent / "gpu" / "one_turn.py"
+HERE = Path(__file__).parent
+AGENTS = {"openai": HERE / "gpu" / "one_turn.py", "bare": HERE / "bare_agent.py"}
 TASKS = Path(__file__).parents[1] / "examples" / "multiply" / "tasks.jsonl"
 
 
@@ -49,12 +52,12 @@ class StepTime(NamedTuple):
     loop_ms: float
 
 
-def config_of(folder: Path) -> RunConfig:
+def config_of(folder: Path, agent: Path) -> RunConfig:
     return RunConfig.model_validate(
         {
             "run": {"name": "step", "folder": folder},
             "model": {"name": "scripted"},
-            "agent": {"entry": AGENT},
+            "agent": {"entry": agent},
             "dataset": {"train": TASKS},
             "rollout": {"group_size": SIZE, "groups_per_step": GROUPS, "concurrency": GROUPS * SIZE},
             "engine": {"name": "bench.scale_engine:open_quick", "slots": GROUPS * SIZE},
@@ -63,8 +66,8 @@ def config_of(folder: Path) -> RunConfig:
     )
 
 
-async def ours(folder: Path) -> list[StepTime]:
-    config = config_of(folder)
+async def ours(folder: Path, agent: Path) -> list[StepTime]:
+    config = config_of(folder, agent)
     path = folder / "step"
     path.mkdir()
     tasks = load_tasks(TASKS)
@@ -106,12 +109,13 @@ async def claim(pool: Pool) -> Lease:
         await pool.wait(position, timeout_s=60.0)
 
 
-async def client_alone(url: str) -> list[StepTime]:
+async def client_alone(url: str, agent: str) -> list[StepTime]:
     clients, tasks = Clients(), load_tasks(TASKS)
     times: list[StepTime] = []
 
     async def rollout(task: Task) -> None:
-        await ask(RolloutContext(base_url=url, api_key="none", clients=clients).openai(), list(task.prompt))
+        context = RolloutContext(base_url=url, api_key="none", clients=clients)
+        await (post(context, list(task.prompt)) if agent == "bare" else ask(context.openai(), list(task.prompt)))
 
     try:
         clock = StepClock()
@@ -135,13 +139,18 @@ class StepClock:
         return StepTime(*((now - then) * 1e3 for now, then in zip(self._last, before, strict=True)))
 
 
-async def measure(folder: Path) -> dict[str, float]:
+def middle(times: list[StepTime], kind: str) -> float:
+    return median(getattr(one, kind) for one in times)
+
+
+async def measure(folder: Path) -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = {}
     async with serving("upstream") as (url, _):
-        client = await client_alone(url)
-        mine = await ours(folder)
-    found: dict[str, float] = {}
-    for name, times in (("step", mine), ("client", client)):
-        found |= {f"{name}_{kind}": median(getattr(one, kind) for one in times) for kind in StepTime._fields}
+        for agent, entry in AGENTS.items():
+            place = folder / agent
+            place.mkdir()
+            times = {"client": await client_alone(url, agent), "step": await ours(place, entry)}
+            found[agent] = {f"{name}_{kind}": middle(each, kind) for name, each in times.items() for kind in StepTime._fields}
     return found
 
 
@@ -151,16 +160,18 @@ def main() -> None:
     options, _ = parser.parse_known_args()
     relax_gc()  # as `penstock` does
     with tempfile.TemporaryDirectory() as folder:
-        found: dict[str, Any] = asyncio.run(measure(Path(folder)))
+        found = asyncio.run(measure(Path(folder)))
     if options.json:
         print(orjson.dumps(found, option=orjson.OPT_INDENT_2).decode())
         return
-    for name, what in (("step", f"{GROUPS * SIZE} rollouts of one turn"), ("client", "the agents' client alone")):
-        wall, cpu, loop = (found[f"{name}_{kind}"] for kind in StepTime._fields)
-        print(f"step: {what}: {wall:.0f} ms, {cpu:.0f} ms of processor time, {loop:.0f} ms of it in the event loop")
-    mine = {kind: found[f"step_{kind}"] - found[f"client_{kind}"] for kind in StepTime._fields}
-    ratio = found["step_wall_ms"] / found["client_wall_ms"]
-    print(f"step: ours: {mine['wall_ms']:.0f} ms, {mine['loop_ms']:.0f} ms of it in the event loop; {ratio:.2f} x the client alone")
+    for agent, times in found.items():
+        for name, what in (("step", f"{GROUPS * SIZE} rollouts of one turn"), ("client", "the client alone")):
+            wall, cpu, loop = (times[f"{name}_{kind}"] for kind in StepTime._fields)
+            print(f"step, {agent}: {what}: {wall:.0f} ms, {cpu:.0f} ms of processor time, {loop:.0f} ms of it in the event loop")
+        mine = {kind: times[f"step_{kind}"] - times[f"client_{kind}"] for kind in StepTime._fields}
+        ratio = times["step_wall_ms"] / times["client_wall_ms"]
+        wall, loop = mine["wall_ms"], mine["loop_ms"]
+        print(f"step, {agent}: ours: {wall:.0f} ms, {loop:.0f} ms of it in the event loop; {ratio:.2f} x the client alone")
 
 
 if __name__ == "__main__":

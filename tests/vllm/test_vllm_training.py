@@ -22,8 +22,9 @@ from penstock.config import load_config
 from penstock.engines.base import Engine, SampledChunk
 from penstock.engines.embedded.decoder import Decoder, causal
 from penstock.engines.embedded.weights import load_decoder
-from penstock.engines.servers.vllm import VllmEngine, VllmSection, open_engine
+from penstock.engines.servers.vllm import VllmEngine, VllmSection, open_engine, reload_call
 from penstock.errors import EngineError
+from penstock.http.client import UpstreamError
 from penstock.models.pull import resolve
 from penstock.records import Sampling
 from penstock.run.inputs import read_inputs
@@ -119,6 +120,31 @@ def test_a_damaged_folder_never_reaches_the_server(server: str, model: Path, tmp
             with pytest.raises(EngineError, match="does not hold whole weights"):
                 await engine.load(1, tmp_path / "1")
             assert len((await read(engine, PROMPT, Sampling(max_tokens=4))).ids) == 4
+
+    asyncio.run(case())
+
+
+def test_a_load_that_breaks_off_in_the_middle_of_a_layer_is_undone(server: str, model: Path, tmp_path: Path):
+    """The next load fails too, as it meets what is left of that layer; the one after it is whole."""
+    shutil.copytree(model, tmp_path / "1", ignore=shutil.ignore_patterns("*.safetensors"))
+    weights = load_file(model / "model.safetensors")
+    late = {name: value for name, value in weights.items() if name.startswith(("model.layers.8.", "model.layers.7.self_attn.v"))}
+    parts = {"a.safetensors": {name: value for name, value in weights.items() if name not in late}, "b.safetensors": late}
+    for file, tensors in parts.items():
+        save_file(tensors, tmp_path / "1" / file, metadata={"format": "pt"})
+    index = {name: file for file, tensors in parts.items() for name in tensors}
+    (tmp_path / "1" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    with (tmp_path / "1" / "b.safetensors").open("r+b") as last:
+        last.truncate(1000)
+
+    async def case() -> None:
+        async with opened(server, model) as engine:
+            await engine.load(0, model)
+            with pytest.raises(UpstreamError):
+                async with engine.paused(server):
+                    await engine.post(server, reload_call(str(tmp_path / "1")), limit_s=600)
+            reply = await read(engine, PROMPT, Sampling(max_tokens=16, seed=5))
+        assert reply.logprobs == pytest.approx(scores(load_decoder(model), PROMPT, reply.ids), abs=CLOSE)
 
     asyncio.run(case())
 

@@ -276,7 +276,8 @@ class Scheduler:
         if group.ended:
             fresh = await self._policy.top_up(group)
             await self._start(group, fresh)
-            self._progress.set()
+            if self._limits.max_waiting or (not fresh and group.failed_below(self._limits.min_size)):
+                self._progress.set()  # groups may have been dropped: others take their place
             if not fresh and group.timer is not None:
                 group.timer.cancel()
 

@@ -45,6 +45,7 @@ class FakeRunner:
         finally:
             self.running -= 1
         await self._tell(0)
+        return End.COMPLETED
 
     async def _tell(self, change, rollout=None):
         async with self.changed:
@@ -190,6 +191,30 @@ def test_a_step_opens_its_groups_without_asking_for_statistics():
             asked = pool.asked
             made.advance(1)
             await runner.until(lambda: len(runner.started) == 8)
+            assert pool.asked == asked
+
+    asyncio.run(main())
+
+
+def test_groups_that_complete_are_not_a_reason_to_ask_for_statistics():
+    class CountingPool(MemoryPool):
+        asked = 0
+
+        async def stats(self, channel=None):
+            self.asked += 1
+            return await super().stats(channel)
+
+    async def main():
+        pool, gate = CountingPool(Path()), asyncio.Event()
+        runner = FakeRunner(pool, gate)
+        made = scheduler(pool, runner, min_size=1)
+        async with at_work(made):
+            await runner.until(lambda: len(runner.started) == 4)
+            await idle()
+            asked = pool.asked
+            gate.set()
+            await runner.until(lambda: not runner.running)
+            await idle()
             assert pool.asked == asked
 
     asyncio.run(main())
