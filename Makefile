@@ -44,7 +44,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest $(TEST_OPTIONS)
 
 test-faults: $(STAMP)
-	PENSTOCK_FAULTS=full $(BIN)/python -m pytest -n 2 --dist loadfile -s tests/faults
+	PENSTOCK_FAULTS=full $(BIN)/python -m pytest -n 2 --dist loadfile -s tests/faults tests/flow/branches/test_replayed_examples.py
 	PENSTOCK_FAULTS=full $(BIN)/python -m pytest -n 2 --dist loadfile -s -m soak --ignore tests/faults
 
 test-clients: $(STAMP)

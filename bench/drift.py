@@ -15,8 +15,9 @@ Groups of the start policy are sampled and stored once for each seed. Every rule
   with the tokens of the last call, and are sequences of their own where it does not.
 - `last turn`: the last call of a rollout alone, as it was sampled.
 
-Each rule starts from the same weights and takes an update per batch, in every epoch. Held-out rewards are at temperature 1, each
-task twice. With `--json`, the same command goes on with what its file lacks.
+Each rule starts from the same weights and takes an update per batch, in every epoch. Rewards are of new rollouts at temperature 1,
+each task of `dataset.eval` twice; for `letters` these are the trained prompts. With `--json`, the same command goes on with what
+its file lacks.
 """
 
 import argparse

@@ -75,9 +75,9 @@ def outcome_of(agent, script, *, max_tokens=500):
     policy = script if isinstance(script, ScriptedEngine) else engine(*script)
 
     async def main():
-        section = RolloutSection(agent_timeout_s=20, grader_timeout_s=20)
+        section = RolloutSection(agent_timeout_s=100, grader_timeout_s=100)
         async with contextlib.AsyncExitStack() as stack:
-            await stack.enter_async_context(asyncio.timeout(30))
+            await stack.enter_async_context(asyncio.timeout(120))  # a busy machine imports slowly
             bench = await stack.enter_async_context(workbench(policy, renderer(), serves=True))
             opened = open_runner(agent, gateway=bench.gateway, pool=bench.pool, events=Events(), limits=section)
             runner = await stack.enter_async_context(opened)
