@@ -3,6 +3,7 @@
 import math
 import struct
 from dataclasses import is_dataclass
+from functools import cache
 from hashlib import blake2b
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -32,6 +33,7 @@ foreign = st.recursive(plain, lambda inner: st.lists(inner, max_size=2) | st.dic
 RECORDS = [kind for kind in vars(records).values() if isinstance(kind, type) and is_dataclass(kind)]
 
 
+@cache
 def any_of(hint: Any) -> st.SearchStrategy[Any]:
     """Anything that a field with this annotation may hold and JSON can."""
     origin, inner = get_origin(hint), get_args(hint)
@@ -40,6 +42,8 @@ def any_of(hint: Any) -> st.SearchStrategy[Any]:
     if origin is Literal:
         return st.sampled_from(inner)
     if origin is tuple:
+        if inner[-1] is not Ellipsis:
+            return st.tuples(*map(any_of, inner))
         return st.lists(any_of(inner[0]), max_size=2).map(tuple)
     if origin is dict:
         return st.dictionaries(names, foreign, max_size=2)
