@@ -581,13 +581,18 @@ def _issues(model: type[BaseModel], cause: ValidationError) -> list[Issue]:
     return list(found.values())
 
 
+ALSO_CALLED = {"learning_rate": "lr", "kl_coef": "kl", "entropy_coef": "entropy", "num_generations": "group_size"}
+"""Our keys by what other trainers call them."""
+
+
 def _issue(model: type[BaseModel], error: Any) -> Issue:
     path = ".".join(str(part) for part in error["loc"] if part != "[key]")  # which says that a key itself is wrong
     if error["type"] == "extra_forbidden":
         known = _fields_at(model, error["loc"][:-1])
-        near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1, cutoff=0.5)
+        others = [name for name, own in ALSO_CALLED.items() if own in known]
+        near = difflib.get_close_matches(str(error["loc"][-1]), [*known, *others], n=1, cutoff=0.5)
         if near:
-            return Issue(path, f"unknown key {path!r}", near[0])
+            return Issue(path, f"unknown key {path!r}", ALSO_CALLED.get(near[0], near[0]))
         return Issue(path, f"unknown key {path!r}; known keys: {', '.join(sorted(known))}")
     if error["type"] == "missing":
         return Issue(path, f"key {path!r} is missing; add it")

@@ -125,7 +125,7 @@ def test_everything_that_is_wrong_is_told_at_once_each_on_a_line_of_its_own(tmp_
         load_config(written(tmp_path, text))
     found = {issue.key: issue.correction for issue in caught.value.issues}
     assert found == {
-        "rollout.group_sise": "group_size", "train.learning_rat": None, "train.steps": None,
+        "rollout.group_sise": "group_size", "train.learning_rat": "lr", "train.steps": None,
         "engine.slot": "slots", "engine.dtype": None,
     }  # fmt: skip
     first, *lines = str(caught.value).splitlines()
