@@ -75,6 +75,9 @@ class Session(NamedTuple):
     sampling: Sampling
     flow_token: str = ""
 
+    def branch_problem(self, *, ended: bool) -> str:
+        return ""
+
 
 class Remote:
     """That gateway, as the runner sees it: it knows a rollout by its token, so there is nothing to open or close."""
