@@ -51,6 +51,8 @@ def test_a_manager_splits_a_batch_among_its_actors():
     ray = pytest.importorskip("ray")
     from claw_r1.agent_flow import AgentFlowManager, AgentFlowWorker
 
+    from penstock.scale.cluster import open_cluster
+
     def work(url, engine):
         manager = AgentFlowManager(config=CONFIG, gateway_url=url)
         try:
@@ -61,11 +63,8 @@ def test_a_manager_splits_a_batch_among_its_actors():
         finally:
             manager.close()
 
-    ray.init(num_cpus=2, include_dashboard=False)
-    try:
+    with open_cluster("", namespace="tests"):  # that of other tests in this process, where there is one
         on_gateway(work, ["a", "b", "c", "d"])
-    finally:
-        ray.shutdown()
 
 
 def step(prompt, trajectory, index=0, **more):

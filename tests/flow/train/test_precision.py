@@ -191,7 +191,7 @@ def test_a_gpu_without_room_for_masters_is_one_line(monkeypatch: pytest.MonkeyPa
     def full(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(training_run, "Learner", full)
+    monkeypatch.setattr(training_run, "make_learner", full)
     config = load_config(TINY_RUN, [])
     with pytest.raises(TrainError, match=r"set engine\.cache_tokens") as refused:
         training_run.open_learner(make_decoder().float(), config, read_inputs(config, silent))
