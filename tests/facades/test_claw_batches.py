@@ -50,7 +50,6 @@ def test_a_worker_runs_the_rows_of_a_batch_and_one_that_fails_fails_alone(valida
 def test_a_manager_splits_a_batch_among_its_actors():
     ray = pytest.importorskip("ray")
     from claw_r1.agent_flow import AgentFlowManager, AgentFlowWorker
-
     from penstock.scale.cluster import open_cluster
 
     def work(url, engine):
