@@ -63,7 +63,7 @@ test-vllm: $(STAMP)
 # Several processes: most of the time goes into compiling kernels, each on one core.
 test-gpu: $(STAMP)
 	@$(BIN)/python -c 'import torch; raise SystemExit(None if torch.cuda.is_available() else "no GPU here: nothing was tested")'
-	$(BIN)/python -m pytest -p no:benchmark -n 3 --dist loadfile -vv --tb=short -m gpu tests/gpu
+	$(BIN)/python -m pytest -p no:benchmark -n 6 --dist worksteal -vvv --tb=short -rfE --junitxml=build/test-gpu.xml -m gpu tests/gpu
 
 # pyright runs on one core, however long it takes: the tests leave that core to it.
 CHECK_OPTIONS := -n 2 --dist loadfile -m "not slow" --hypothesis-profile check

@@ -1,5 +1,7 @@
 """Benchmarks on one GPU: `python -m bench.gpu [--model FOLDER] [--json FILE] [NAME …]`, without a name all but `decode-1.7B`.
 
+`update --shape 4B` measures updates of that shape alone.
+
 Results are printed as they come. While vLLM starts, which takes a minute or two, `learn` makes the runs of which steps alone count.
 """
 
@@ -26,6 +28,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu")
     parser.add_argument("--model", default="smollm2-135m", help="SmolLM2-135M-Instruct: a folder, or a name that `penstock` knows")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures of each part there as soon as it ends")
+    parser.add_argument("--shape", choices=update.SHAPES, help="only updates of this shape")
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join((*NAMES, LARGE)))
     options = parser.parse_args()
     if unknown := sorted({*options.names} - {*NAMES, LARGE}):
@@ -58,7 +61,7 @@ def main() -> None:
     if "learn" in names:
         measure("learn", lambda: learn.main(folder, figures.pop("learn, beside each other", {})))
     if "update" in names:
-        measure("update", lambda: update.main(folder))
+        measure("update", lambda: update.main([options.shape] if options.shape else list(update.SHAPES)))
     if LARGE in names:
         measure(LARGE, decode.main_large)
     if failed:

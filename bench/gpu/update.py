@@ -10,7 +10,6 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -63,10 +62,11 @@ class Measured(NamedTuple):
     """Of the first pass, with compilation."""
 
 
-def main(folder: Path) -> list[dict[str, Any]]:
-    """Returns the figures of each row. `folder` has no part in it: all weights are random."""
+def main(names: list[str]) -> list[dict[str, Any]]:
+    """Returns the figures of each row, for the shapes of the given names."""
     started, figures = time.perf_counter(), list[dict[str, Any]]()
-    for name, shape in SHAPES.items():
+    for name in names:
+        shape = SHAPES[name]
         learner = make_learner(shape)
         for title, workload in WORKLOADS.items():
             sequences = make_sequences(workload, shape.vocab_size)

@@ -8,6 +8,5 @@ from penstock.engines.embedded import fused
 NEEDS_GPU = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore"),  # torch's compiler warns of its own doings: as errors, they would keep it from compiling
-    pytest.mark.filterwarnings("default"),  # torch's compiler itself warns of much
     pytest.mark.skipif(not torch.cuda.is_available() or fused.kernels is None, reason="no GPU here, or no Triton"),
 ]
