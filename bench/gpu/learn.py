@@ -17,7 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
@@ -27,6 +27,8 @@ TIMEOUT_S = 240
 SHARED = "engine.cache_tokens=65536"
 """For runs beside each other: alone, one takes a third of the GPU's memory."""
 AT_ONCE = 6
+ATTEMPTS = 2
+"""A run beside others may fail for a port or for memory that another took at the same moment; each failure is printed."""
 
 
 class LearningCurve(NamedTuple):
@@ -102,7 +104,11 @@ def main(folder: Path, beside: Curves | None = None) -> dict[str, Any]:
             curves.setdefault(name, {})[0] = curve
     for name, by_seed in curves.items():
         steps = [by_seed[seed].steps if seed in by_seed else "failed" for seed in SEEDS if name != CONTROL or not seed]
-        print(f"learn, {name}: {WANTED} at steps {steps}", flush=True)
+        counts = counted_steps(by_seed)
+        print(f"learn, {name}: {WANTED} at steps {steps}, mean {fmean(counts):.2f}, median {median(counts):g}", flush=True)
+    for name, other in ((BFLOAT16, FLOAT32), (BFLOAT16, TRL), (FLOAT32, TRL)):
+        if name in curves and other in curves:
+            print(compared(name, counted_steps(curves[name]), other, counted_steps(curves[other])), flush=True)
     ours, theirs = (curves.get(name, {}).get(0) for name in (BFLOAT16, TRL))
     if ours and theirs:
         print(f"learn: {theirs.step_s / ours.step_s:.2f} x the steps/s of TRL with vLLM", flush=True)
@@ -110,14 +116,32 @@ def main(folder: Path, beside: Curves | None = None) -> dict[str, Any]:
     return {name: {seed: curve._asdict() for seed, curve in by_seed.items()} for name, by_seed in curves.items()}
 
 
+def counted_steps(by_seed: dict[int, LearningCurve]) -> list[int]:
+    """Steps until the wanted reward by seed; one more than were made where it was not reached."""
+    return [curve.steps or len(curve.rewards) + 1 for _, curve in sorted(by_seed.items())]
+
+
+def compared(name: str, mine: list[int], other: str, theirs: list[int]) -> str:
+    """Whether it takes at most one step more, by the means and by the medians over seeds."""
+    gaps = [average(mine) - average(theirs) for average in (fmean, median)]
+    held = "at most one more" if max(gaps) <= 1 else "MORE THAN ONE MORE"
+    seeds = f"{len(mine)} and {len(theirs)} seeds"
+    return f"learn: {name} beside {other} ({seeds}): {gaps[0]:+.2f} steps by the mean, {gaps[1]:+g} by the median: {held}"
+
+
 def _measure(name: str, run: Callable[..., LearningCurve], seed: int, *, beside: bool) -> LearningCurve | None:
-    try:
-        curve = run(seed=seed, beside=beside)
-    except (subprocess.SubprocessError, OSError, ValueError, LookupError, StopIteration) as cause:
-        print(f"{name}, seed {seed}: failed: {str(cause)[-1500:]}", flush=True)
-        return None
-    print(f"{name}, seed {seed}{' (beside others)' if beside else ''}: {curve}", flush=True)
-    return curve
+    for attempt in range(ATTEMPTS):
+        try:
+            curve = run(seed=seed, beside=beside)
+        except subprocess.TimeoutExpired as late:
+            print(f"{name}, seed {seed}: {late}", flush=True)
+            return None
+        except (OSError, ValueError, LookupError, StopIteration) as cause:
+            print(f"{name}, seed {seed}: failed ({attempt + 1} of {ATTEMPTS}): {str(cause)[-1500:]}", flush=True)
+        else:
+            print(f"{name}, seed {seed}{' (beside others)' if beside else ''}: {curve}", flush=True)
+            return curve
+    return None
 
 
 def penstock(model: Path, config: Path, *settings: str, seed: int, beside: bool) -> LearningCurve:
