@@ -5,9 +5,10 @@
 Losses take two updates a step, so that their ratios differ from 1. `control` has a learning rate of 0. The teacher of `distill` is
 what grpo made of the same policy on the same task with another seed, trained first, in the same process. Runs are made beside each
 other, several in each process: seconds are those of a shared GPU, for comparison with each other alone. What is not done by the
-limit is told as missing; with `--json`, the same command goes on with what its file lacks.
+limit is told as missing; with `--json`, the same command goes on with what its file lacks. A run ends with a checkpoint of 2 GB:
+set TMPDIR to a folder in memory where there is one.
 
-Harder tasks, with a control and held-out curves (`pip install reasoning-gym` and `python -m bench.reasoning_tasks` first):
+Harder tasks, with a control and held-out curves (`python -m bench.reasoning_tasks` first, where reasoning-gym is installed):
 
     python -m bench.algorithms MODEL_FOLDER --tasks chain_sum,letter_counting,three_tools --only "advantage grpo" \\
         --steps 20 --set train.eval_every=5
@@ -17,6 +18,7 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import os
 import sys
 import tempfile
 import time
@@ -32,6 +34,8 @@ AGENTS = Path(__file__).parent / "algorithm_agents"
 TASKS = "multiply,search"
 TEACHER_SEED = 1000
 """Of the teacher of seed 0, and so on."""
+ONE_THREAD = ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")
+"""Each of many processes would else start as many threads, and compilers, as there are cores."""
 
 
 class AlgorithmRun(NamedTuple):
@@ -49,6 +53,8 @@ class AlgorithmResult(NamedTuple):
     after: float
     step_s: float
     update_s: float
+    run_s: float = 0.0
+    """The whole run: opening, evaluations and checkpoint included; of `distill`, its teacher's too."""
     curve: dict[str, float | None] = {}  # noqa: RUF012 - of a tuple
     """Held-out rewards during training, by step; with `--set train.eval_every=2` or the like."""
 
@@ -65,6 +71,7 @@ def runs(seeds: int, only: set[str], tasks: list[str]) -> list[AlgorithmRun]:
 
 def run_one(one: AlgorithmRun, settings: list[str]) -> AlgorithmResult:
     """Trains in this process, which may have trained before."""
+    started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         given = [*settings, f"run.seed={one.seed}", *one.settings]
         if one.name == "advantage distill":
@@ -80,6 +87,7 @@ def run_one(one: AlgorithmRun, settings: list[str]) -> AlgorithmResult:
         curve=summary.evals,
         before=summary.eval_before,
         after=summary.eval_after,
+        run_s=time.monotonic() - started,
         step_s=median(seconds[1:] or seconds),
         update_s=median([step["train_s"] for step in steps][1:] or [steps[0]["train_s"]]),
     )
@@ -108,6 +116,7 @@ def main() -> None:
     settings = [f'model.name="{options.model}"', f"train.steps={options.steps}", *options.set]
     wanted = runs(options.seeds, set(filter(None, options.only.split(","))), options.tasks.split(","))
     kept = Path(options.json) if options.json else None
+    os.environ.update({name: os.environ.get(name, "1") for name in ONE_THREAD})
     deadline, found = time.monotonic() + options.limit_s, read_results(kept)
     pool = ProcessPoolExecutor(options.at_once, mp_context=multiprocessing.get_context("spawn"))
     started = {pool.submit(run_one, one, settings): one for one in wanted if one not in found}
@@ -122,7 +131,8 @@ def main() -> None:
                 with kept.open("a") as file:
                     file.write(json.dumps({**one._asdict(), **result._asdict()}) + "\n")
             curve = " ".join(f"{reward:.2f}" for reward in result.rewards)
-            print(f"{one.task}, {one.name}, seed {one.seed}: {result.before:.2f} → {result.after:.2f}; {curve}", flush=True)
+            held_out = f"{result.before:.2f} → {result.after:.2f}"
+            print(f"{one.task}, {one.name}, seed {one.seed}: {held_out}; {curve}; {result.run_s:.0f} s", flush=True)
     except TimeoutError:
         print(f"stopped after {options.limit_s} s", flush=True)
     print(table(wanted, found), flush=True)

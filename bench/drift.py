@@ -1,7 +1,7 @@
 """The cost of drift: the same stored rollouts, trained as they were sampled and as others put them together again.
 
     python -m bench.drift small [--task letters] [--seeds 3] [--batches 8] [--epochs 4] [--eval-every 8] [--json FILE]
-    python -m bench.drift MODEL --task multiply --batches 2 --epochs 1 --eval-every 1
+    python -m bench.drift MODEL --task multiply --epochs 3 --eval-every 6 --eval-limit 32 --at-once 8     # on a GPU
 
 `small` is a decoder of two layers with random weights and a tokenizer of single characters and 160 merges: most of what it says
 could be tokenized in many ways.
@@ -16,40 +16,45 @@ Groups of the start policy are sampled and stored once for each seed. Every rule
 - `last turn`: the last call of a rollout alone, as it was sampled.
 
 Each rule starts from the same weights and takes an update per batch, in every epoch. Rewards are of new rollouts at temperature 1,
-each task of `dataset.eval` twice; for `letters` these are the trained prompts. With `--json`, the same command goes on with what
-its file lacks.
+each task of `dataset.eval` twice; for `letters` these are the trained prompts. What is not done by `--limit-s` is told as missing;
+the same command goes on with what the file of `--json` lacks.
 """
 
 import argparse
 import asyncio
 import json
 import math
+import multiprocessing
+import os
+import shutil
 import string
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 import torch
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HfTokenizer
 
-from bench.algorithms import AGENTS, run_config
+from bench.algorithms import AGENTS, ONE_THREAD, run_config
 from penstock.chat.renderer import Renderer
-from penstock.config import load_config
+from penstock.config import TrainSection, load_config
 from penstock.engines.embedded.decoder import Decoder, read_decoder_shape
+from penstock.engines.embedded.engine import pick_device, pick_dtype
 from penstock.engines.embedded.weights import load_decoder, save_decoder
 from penstock.models.pull import resolve
 from penstock.pool.sqlite import SqlitePool
 from penstock.records import Attempt, Group, Message, Sequence, Step
 from penstock.testing import SPECIAL, write_tokenizer
 from penstock.train.advantages.grpo import grpo
-from penstock.train.learner import Learner
+from penstock.train.learner import Learner, make_learner
 from penstock.train.policy import write_model
 
 GROUPS_PER_BATCH = 4
@@ -170,20 +175,32 @@ def _sequence(attempt: Attempt, call: TrainedCall, advantage: float, weight: flo
     )
 
 
-def held_out(task: str, model: Path | str, limit: int, seed: int) -> float:
+def held_out(options: argparse.Namespace, model: Path | str, seed: int) -> float:
     """Returns the mean reward of the held-out tasks, each tried twice."""
     with tempfile.TemporaryDirectory() as folder:
-        given = [f'model.name="{model}"', "train.steps=0", f"dataset.eval_limit={limit}", f"run.seed={seed}"]
-        summary = run_config(task, [*given, "train.attack_grader=false"], Path(folder))
+        given = [f'model.name="{model}"', "train.steps=0", f"dataset.eval_limit={options.eval_limit}", f"run.seed={seed}"]
+        summary = run_config(options.task, [*given, *options.set], Path(folder))
         return fmean([summary.eval_before, summary.eval_after])
 
 
-def stored_groups(task: str, model: str, batches: int, seed: int, folder: Path) -> list[Group]:
-    """Returns the groups of a run without learning, made in `folder` unless they are there."""
-    if not (folder / "done").exists():
-        given = [f'model.name="{model}"', "train.lr=0.0", f"train.steps={batches}", "dataset.eval_limit=1", f"run.seed={seed}"]
-        run_config(task, [*given, f"rollout.groups_per_step={GROUPS_PER_BATCH}", "train.attack_grader=false"], folder)
-        (folder / "done").touch()
+def make_groups(options: argparse.Namespace, seed: int) -> None:
+    """Store the groups of a run without learning, unless they are there."""
+    folder = group_folder(options, seed)
+    if (folder / "done").exists():
+        return
+    run = [f'model.name="{options.model}"', f"run.seed={seed}", "dataset.eval_limit=1"]
+    given = [*run, "train.lr=0.0", f"train.steps={options.batches}", f"rollout.groups_per_step={GROUPS_PER_BATCH}"]
+    run_config(options.task, [*given, *options.set], folder)
+    shutil.rmtree(folder / options.task / "checkpoints", ignore_errors=True)
+    (folder / "done").touch()
+
+
+def group_folder(options: argparse.Namespace, seed: int) -> Path:
+    return Path(options.json).parent / f"{options.task}-{seed}"
+
+
+def stored_groups(options: argparse.Namespace, seed: int) -> list[Group]:
+    folder, task = group_folder(options, seed), options.task
 
     async def read() -> list[Group]:
         pool = SqlitePool(folder / task)
@@ -195,23 +212,33 @@ def stored_groups(task: str, model: str, batches: int, seed: int, folder: Path) 
     return asyncio.run(read())
 
 
-def train_rule(name: str, groups: list[Group], task: str, model: Path, options: argparse.Namespace, seed: int) -> dict[str, Any]:
+def train_rule(name: str, options: argparse.Namespace, seed: int) -> dict[str, Any]:
     """Trains by a rule; returns its counts, and the held-out rewards."""
-    section, renderer = load_config(AGENTS / f"{task}.toml", []).train, Renderer.load(model)
-    learner, counts, rewards, started = Learner(load_decoder(model), section, seed=seed), RuleCounts(), dict[int, float](), 0.0
+    model, groups = resolve(options.model).path, stored_groups(options, seed)
+    section, renderer = load_config(AGENTS / f"{options.task}.toml", options.set).train, Renderer.load(model)
+    learner, counts, rewards, seconds = open_learner(model, section, seed), RuleCounts(), dict[int, float](), list[float]()
     for number in range(options.epochs * options.batches):
-        before, first = time.process_time(), number % options.batches * GROUPS_PER_BATCH
-        chosen = groups[first : first + GROUPS_PER_BATCH]
-        made, rollouts = project(chosen, RULES[name], renderer, counts)
+        before, first = time.perf_counter(), number % options.batches * GROUPS_PER_BATCH
+        made, rollouts = project(groups[first : first + GROUPS_PER_BATCH], RULES[name], renderer, counts)
         if made:
             learner.compute(learner.pack(made, rollouts=rollouts))
             learner.apply()
-        started += time.process_time() - before
+        seconds.append(time.perf_counter() - before)
         if (number + 1) % options.eval_every == 0:
             with tempfile.TemporaryDirectory() as folder:
                 write_model(Path(folder) / "model", learner.decoder, model)
-                rewards[number + 1] = held_out(task, Path(folder) / "model", options.eval_limit, seed)
-    return {"rule": name, "seed": seed, "task": task, "rewards": rewards, "seconds": round(started, 1), **vars(counts)}
+                rewards[number + 1] = held_out(options, Path(folder) / "model", seed)
+    return {"rule": name, "seed": seed, "task": options.task, "rewards": rewards, "update_s": median(seconds), **vars(counts)}
+
+
+def open_learner(model: Path, section: TrainSection, seed: int) -> Learner:
+    """On a GPU where there is one, in the precision that the engine sampled in."""
+    device = pick_device("auto")
+    return make_learner(load_decoder(model, device=device, dtype=pick_dtype("auto", device)), section, model, seed=seed)
+
+
+def start(name: str, options: argparse.Namespace, seed: int) -> dict[str, Any]:
+    return {"rule": name, "seed": seed, "task": options.task, "rewards": {0: held_out(options, options.model, seed)}}
 
 
 def rates(groups: list[Group], model: Path) -> list[dict[str, Any]]:
@@ -254,27 +281,40 @@ def main() -> None:
     kept.parent.mkdir(parents=True, exist_ok=True)
     if options.model == "small":
         options.model = str(make_small(kept.parent / "small"))
-    model = resolve(options.model).path
+    os.environ.update({name: os.environ.get(name, "1") for name in ONE_THREAD} if options.at_once > 1 else {})
+    pool = ProcessPoolExecutor(options.at_once, mp_context=multiprocessing.get_context("spawn"))
+    deadline = time.monotonic() + options.limit_s
+    try:
+        for made in as_completed([pool.submit(make_groups, options, seed) for seed in range(options.seeds)], options.limit_s):
+            made.result()
+        for seed in range(options.seeds):
+            for result in rates(stored_groups(options, seed), resolve(options.model).path):
+                print(json.dumps({"seed": seed, **result}), flush=True)
+        if not options.rates_only:
+            keep_results(pool, options, deadline)
+    except TimeoutError:
+        print(f"stopped after {options.limit_s} s; the same command makes what is missing", flush=True)
+    for process in list((pool._processes or {}).values()):  # a run that is over the limit does not end by itself
+        process.terminate()
+
+
+def keep_results(pool: ProcessPoolExecutor, options: argparse.Namespace, deadline: float) -> None:
+    """Makes what the file of results lacks, seed by seed."""
+    kept = Path(options.json)
     known = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
     done = {(each["task"], each["rule"], each["seed"]) for each in known}
-
-    def keep(result: dict[str, Any]) -> None:
-        print(json.dumps(result), flush=True)
-        with kept.open("a") as file:
-            file.write(json.dumps(result) + "\n")
-
-    for seed in range(options.seeds):
-        groups = stored_groups(options.task, options.model, options.batches, seed, kept.parent / f"{options.task}-{seed}")
-        for result in rates(groups, model):
-            print(json.dumps(result), flush=True)
-        if options.rates_only:
+    work = [(name, seed) for seed in range(options.seeds) for name in ("start", *RULES)]
+    started = dict[Future[dict[str, Any]], tuple[str, int]]()
+    for name, seed in work:
+        if (options.task, name, seed) not in done:
+            started[pool.submit(train_rule if name in RULES else start, name, options, seed)] = name, seed
+    for future in as_completed(started, max(0.0, deadline - time.monotonic())):
+        if (error := future.exception()) is not None:
+            print(f"{started[future]}: failed: {str(error)[-300:]}", flush=True)
             continue
-        if (options.task, "start", seed) not in done:
-            reward = held_out(options.task, options.model, options.eval_limit, seed)
-            keep({"rule": "start", "seed": seed, "task": options.task, "rewards": {0: reward}})
-        for name in RULES:
-            if (options.task, name, seed) not in done:
-                keep(train_rule(name, groups, options.task, model, options, seed))
+        print(json.dumps(future.result()), flush=True)
+        with kept.open("a") as file:
+            file.write(json.dumps(future.result()) + "\n")
 
 
 def _options() -> argparse.Namespace:
@@ -286,6 +326,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=4, help="how often each batch is trained")
     parser.add_argument("--eval-every", type=int, default=8, help="updates between two held-out evaluations")
     parser.add_argument("--eval-limit", type=int, default=16)
+    parser.add_argument("--at-once", type=int, default=1, help="processes; each has the model, a learner and an engine")
+    parser.add_argument("--limit-s", type=float, default=24 * 3600.0)
+    parser.add_argument("--set", action="append", default=[], help="settings for all runs, such as engine.cache_tokens=16384")
     parser.add_argument("--rates-only", action="store_true", help="count what each rule keeps, and train nothing")
     parser.add_argument("--json", default="drift/results.jsonl", help="results, a line each; rollouts are stored beside it")
     return parser.parse_args()

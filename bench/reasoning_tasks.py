@@ -3,7 +3,8 @@
     pip install reasoning-gym
     python -m bench.reasoning_tasks
 
-Each row has three worked examples of its family before the question, and the entry that the family's own scoring takes.
+Each row has three worked examples of its family before the question. Runs score replies by `algorithm_agents/reasoning.py` and need
+no reasoning-gym; that both give the same rewards is checked here, over replies of several forms.
 """
 
 import importlib
@@ -11,6 +12,8 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+
+from bench.algorithm_agents.reasoning import score
 
 OUT = Path(__file__).parents[1] / "build" / "reasoning"
 FAMILIES: dict[str, dict[str, int]] = {
@@ -29,10 +32,23 @@ def rows(family: str) -> list[dict[str, Any]]:
         {
             "prompt": [*worked, {"role": "user", "content": entry["question"]}],
             "label": entry["answer"],
-            "metadata": {"family": family, "entry": json.loads(json.dumps(entry, default=str))},
+            "metadata": {"family": family},
         }
         for entry in entries[EXAMPLES:]
     ]
+
+
+def check_scores(family: str) -> None:
+    """Raises ValueError if a reply earns something else here than by reasoning-gym's own scoring."""
+    reasoning_gym: Any = importlib.import_module("reasoning_gym")
+    theirs = reasoning_gym.get_score_answer_fn(family)
+    for entry in reasoning_gym.create_dataset(family, size=200, seed=8, **FAMILIES[family]):
+        answer = entry["answer"]
+        for reply in (answer, "", "none", f"{answer} times", f"The answer is {answer}.", f"{answer} or {answer}", "1", "10", "-3"):
+            if abs(score(reply, answer) - theirs(reply, entry)) > 1e-9:
+                raise ValueError(
+                    f"{family}: {reply!r} for {answer!r} earns {theirs(reply, entry)}, and {score(reply, answer)} here"
+                )
 
 
 def main() -> None:
@@ -40,6 +56,7 @@ def main() -> None:
     for family in FAMILIES:
         try:
             made = rows(family)
+            check_scores(family)
         except ImportError as error:
             sys.exit(f"{error}: pip install reasoning-gym")
         for name, part in ((family, made[:TRAINED]), (f"{family}-heldout", made[TRAINED:])):

@@ -1,9 +1,17 @@
-"""One reply to a question of reasoning-gym, scored as its family does."""
+"""One reply to a question of reasoning-gym, scored as its families `chain_sum` and `letter_counting` do.
 
-import importlib
+The answer alone earns 1; a reply that holds it among other text earns its share of the characters. `bench/reasoning_tasks.py`
+checks that this is what reasoning-gym says, so that a run does not need that package. One difference: for `chain_sum` it takes
+other spellings of a number too, such as 007.
+"""
+
 from typing import Any
 
 from penstock import AgentWorkflow, AgentWorkflowContext, Grader, GraderContext
+
+
+def score(reply: str, answer: str) -> float:
+    return len(answer) / len(reply) if answer in reply else 0.0
 
 
 class Answer(AgentWorkflow[Any]):
@@ -13,8 +21,4 @@ class Answer(AgentWorkflow[Any]):
 
 class ReasoningGrader(Grader):
     async def grade(self, ctx: GraderContext) -> None:
-        known: Any = ctx.metadata or {}
-        reasoning_gym: Any = importlib.import_module("reasoning_gym")
-        score = reasoning_gym.get_score_answer_fn(known["family"])
-        answer = str(ctx.sample.replies[-1]["content"] or "").strip()
-        ctx.set_reward(float(score(answer, known["entry"])))
+        ctx.set_reward(score(str(ctx.sample.replies[-1]["content"] or "").strip(), str(ctx.label)))

@@ -1,7 +1,7 @@
 """An agent with three tools, of which a question needs one: a calculator, a price list, a converter of units.
 
 A rollout earns a quarter for a call of the right tool, a quarter if its result holds the answer, and half for the answer in few
-words. Three worked examples are in the prompt, one for each tool.
+words. Six worked examples are in the prompt, two for each tool: with one for each, SmolLM2-135M never makes a call.
 """
 
 import json
@@ -59,6 +59,9 @@ EXAMPLES = [
     *worked("What is 14 * 3?", "calculate", {"a": 14, "operator": "*", "b": 3}),
     *worked("What does a broom cost?", "price", {"thing": "broom"}),
     *worked("How many cm are 7 m?", "convert", {"amount": 7, "unit": "m", "to": "cm"}),
+    *worked("How much is a hammer?", "price", {"thing": "hammer"}),
+    *worked("How many g are 12 kg?", "convert", {"amount": 12, "unit": "kg", "to": "g"}),
+    *worked("What is 31 + 45?", "calculate", {"a": 31, "operator": "+", "b": 45}),
 ]
 
 
