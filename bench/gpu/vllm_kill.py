@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from bench.gpu.vllm_train import CPU, KEPT, PATIENCE, PROMPT, RUNS, Run, Server, ask, nearest, stop, tell
+from bench.gpu.vllm_train import CPU, KEPT, PATIENCE, RUNS, Run, Server, ask, ask_tokens, nearest, stop, tell
 
 VERSION = 1 if CPU else 2
 """Whose publication is cut off; the one before it must be served then."""
@@ -59,7 +59,11 @@ class Relay:
     def _accept(self) -> None:
         while True:
             client, _ = self._listener.accept()
-            server = socket.create_connection(("127.0.0.1", self._port))
+            try:
+                server = socket.create_connection(("127.0.0.1", self._port))
+            except OSError:  # it is down
+                client.close()
+                continue
             armed = threading.Event()
             threading.Thread(target=self._pump, args=(client, server, armed, True), daemon=True).start()
             threading.Thread(target=self._pump, args=(server, client, armed, False), daemon=True).start()
@@ -112,13 +116,15 @@ def cut_off(folder: Path, model: Path, server: Server, point: CutPoint) -> None:
     relay = Relay(server, point, VERSION + 1)
     name = "killed" + re.sub(r"\W+", "-", f"{point.path} {point.when} {point.delay_s * 1000:.0f}")
     relay.run = run = Run(folder, model, name, relay.url, f'engine.weights="{"memory" if CPU else "ipc"}"', "train.lr=1e-4", *KEPT)
-    if not relay.killed.wait(90 * PATIENCE):
+    end = time.monotonic() + 90 * PATIENCE
+    while not relay.killed.wait(0.2) and run.process.poll() is None and time.monotonic() < end:
+        pass
+    if not relay.killed.is_set():
         run.process.kill()
         tell(f"{name}: not reached; {run.log.read_text(errors='replace')[-1500:]}")
         return
     begun = time.monotonic()
-    body = {"model": str(model), "prompt": PROMPT, "max_tokens": 12, "temperature": 0, "logprobs": 0, "return_token_ids": True}
-    answer = ask(f"{server.url}/v1/completions", body, limit_s=60 * PATIENCE)
+    answer = ask_tokens(server, model)
     took = time.monotonic() - begun
     run.process.wait()
     if answer is None:
@@ -126,6 +132,7 @@ def cut_off(folder: Path, model: Path, server: Server, point: CutPoint) -> None:
         return
     choice = json.loads(answer)["choices"][0]
     tell(f"{name}: answered after {took:.2f} s, {choice['text']!r}, sampled with " + nearest(run, model, choice))
+    run.remove()
 
 
 def play(folder: Path, model: Path, server: Server, points: list[CutPoint]) -> None:
@@ -134,6 +141,9 @@ def play(folder: Path, model: Path, server: Server, points: list[CutPoint]) -> N
         tell(f"{server.url} is up, vLLM {json.loads(ask(f'{server.url}/version') or b'{}').get('version')}")
         for point in points:
             cut_off(folder, model, server, point)
+            if ask(f"{server.url}/health") is None:
+                tell(f"{server.url} did not survive that; it is started again")
+                server.restart()
         Run(folder, model, f"next-{server.url[-4:]}", server.url, "train.steps=2").finish()
     except Exception:
         tell(f"{server.url}: {traceback.format_exc()}\n{server.log.read_text(errors='replace')[-2500:]}")

@@ -3,8 +3,8 @@
 Four servers start at once, and each has its own part of the story, all at the same time:
   transfer  whole weights by CUDA IPC, then by a folder in shared memory; by each, a second run is killed while its server is paused
   folder    whole weights by a folder on disk; the server is killed in the middle and started again
-  sleep     the server sleeps while an update is computed; a run is killed while it does. Then the same with the embedded engine.
-            `penstock verify` recomputes the tokens of both
+  sleep     the server sleeps while an update is computed, and `penstock verify` recomputes the tokens; a run is killed while it
+            sleeps, and the next one finds it awake
   adapters  LoRA, each version under its own name; a run is killed in the middle, then the server in the middle of another
 Printed are rewards, the largest gap of log-probabilities, and seconds and bytes of a publication. Names after the folder choose
 parts. `--cpu` tries the script itself where there is no GPU: $VLLM_PYTHON then is the interpreter that has vLLM.
@@ -12,6 +12,7 @@ parts. `--cpu` tries the script itself where there is no GPU: $VLLM_PYTHON then 
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -61,7 +62,7 @@ class Server:
         with self.log.open("ab") as out:
             self._process = subprocess.Popen(self._command, stdout=out, stderr=out, env=environment, start_new_session=True)
 
-    def wait_up(self, limit_s: float = 170) -> None:
+    def wait_up(self, limit_s: float = 240) -> None:
         end = time.monotonic() + limit_s * PATIENCE
         while time.monotonic() < end and self._process.poll() is None:
             if ask(f"{self.url}/health", limit_s=5) is not None:
@@ -74,17 +75,20 @@ class Server:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
+    def restart(self) -> None:
+        self.kill()
+        self.start()
+        self.wait_up()
+
 
 class Run:
     """One training run, in a process."""
 
     def __init__(self, folder: Path, model: Path, name: str, url: str, *settings: str) -> None:
-        """Without a URL, with the embedded engine."""
         self.name, self.folder, self.log = name, folder / name, folder / f"{name}.log"
         config = [f'run.name="{name}"', f'run.folder="{folder}"', f'model.name="{model}"', f"train.steps={STEPS}"]
         config += ["rollout.agent_timeout_s=900"]  # longer than a server takes to start again
-        config += ['engine.name="vllm"', f'engine.url=["{url}"]'] if url else []
-        config += ["train.checkpoint_every=100", *settings]
+        config += ['engine.name="vllm"', f'engine.url=["{url}"]', "train.checkpoint_every=100", *settings]
         small = ["rollout.group_size=2", "rollout.groups_per_step=1", "rollout.concurrency=2"] if CPU else []
         command = [sys.executable, "-m", "penstock", "train", str(HERE / "two_turns.toml")]
         for setting in [*config, *small]:
@@ -117,8 +121,12 @@ class Run:
         command = [sys.executable, "-m", "penstock", "verify", str(self.folder)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120 * PATIENCE, check=False)
         tell(f"penstock verify {self.name}: exit {done.returncode} after {time.monotonic() - begun:.1f} s")
-        for line in (done.stdout + done.stderr).splitlines()[-40:]:
+        for line in filter(None, (done.stdout or done.stderr).splitlines()[:20]):
             tell("    " + line)
+
+    def remove(self) -> None:
+        """Its checkpoints are larger than its use."""
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def finish(self, limit_s: float = 60) -> None:
         """Wait for its end, and tell what came of it."""
@@ -168,8 +176,7 @@ def kill_run(run: Run, server: Server, model: Path, question: str = "") -> None:
     was = bool(question) and b"true" in (ask(f"{server.url}/{question}") or b"")
     run.process.kill()
     begun = time.monotonic()
-    body = {"model": str(model), "prompt": PROMPT, "max_tokens": 12, "temperature": 0, "logprobs": 0, "return_token_ids": True}
-    answer = ask(f"{server.url}/v1/completions", body, limit_s=60 * PATIENCE)
+    answer = ask_tokens(server, model)
     took = time.monotonic() - begun
     run.process.wait()
     when = f"({question}: true)" if was else "between two publications"
@@ -179,38 +186,43 @@ def kill_run(run: Run, server: Server, model: Path, question: str = "") -> None:
     else:
         choice = json.loads(answer)["choices"][0]
         tell(f"    it is {choice['text']!r}, sampled with " + nearest(run, model, choice))
+    run.remove()
 
 
 PROMPT = list(range(500, 540))
 
 
+def ask_tokens(server: Server, model: Path) -> bytes | None:
+    """What another client gets: a greedy reply with log-probabilities."""
+    body = {"model": str(model), "prompt": PROMPT, "max_tokens": 24, "temperature": 0, "logprobs": 0, "return_token_ids": True}
+    return ask(f"{server.url}/v1/completions", body, limit_s=60 * PATIENCE)
+
+
 def nearest(run: Run, model: Path, choice: dict[str, Any]) -> str:
-    """The version under which the log-probabilities of a reply are most likely, and how far off they are at most."""
+    """The version whose log-probabilities of a reply are nearest to those told, and how far off each version's are on average."""
     import torch
 
     from penstock.engines.embedded.decoder import causal
-    from penstock.engines.embedded.weights import load_decoder
+    from penstock.engines.embedded.lora import load_policy
 
     ids, given = choice["token_ids"], torch.tensor(choice["logprobs"]["token_logprobs"])
     every = torch.tensor([*PROMPT, *ids])
     gaps: dict[str, float] = {}
     for folder in [model, *sorted((run.folder / "checkpoints").glob("*[0-9]"))]:
         with torch.no_grad():
-            decoder = load_decoder(folder)
+            decoder = load_policy(folder)
             hidden = decoder(every[None], torch.arange(len(every))[None], causal)
             scores = decoder.logits(hidden[0, len(PROMPT) - 1 : -1]).log_softmax(-1)
-        gaps[folder.name] = float((scores.gather(-1, torch.tensor(ids)[:, None])[:, 0] - given).abs().max())
-    return f"{min(gaps, key=lambda name: gaps[name])} (largest gap by version: { ({k: round(v, 3) for k, v in gaps.items()}) })"
+        gaps[folder.name] = float((scores.gather(-1, torch.tensor(ids)[:, None])[:, 0] - given).abs().mean())
+    return f"{min(gaps, key=lambda name: gaps[name])} (mean gap by version: { ({k: round(v, 3) for k, v in gaps.items()}) })"
 
 
 def kill_server(run: Run, server: Server) -> None:
     """Kill a run's server in the middle, and start it again."""
     if run.wait_steps(3):
         done = len(run.steps())
-        server.kill()
         tell(f"kill -9 of the server of {run.name} after step {done}")
-        server.start()
-        server.wait_up()
+        server.restart()
         tell(f"the server of {run.name} is up again; {len(run.steps())} steps are done")
     run.finish(100)
 
@@ -231,27 +243,30 @@ def sleep(folder: Path, model: Path, server: Server) -> None:
     run = Run(folder, model, "asleep", server.url, "engine.sleep=true", *KEPT)
     watch_memory(run, server)
     run.finish()
+    freed = [line for line in server.log.read_text(errors="replace").splitlines() if "Sleep mode freed" in line]
+    tell(f"{len(freed)} times the server says: {freed[-1] if freed else 'nothing'}")
     run.verify()
+    run.remove()
     kill_run(Run(folder, model, "killed-asleep", server.url, "engine.sleep=true", *KEPT), server, model, "is_sleeping")
-    Run(folder, model, "awake-again", server.url, "train.steps=3").finish()
-    run = Run(folder, model, "embedded", "", *KEPT)
-    run.finish()
-    run.verify()
+    Run(folder, model, "awake-again", server.url, "train.steps=2").finish()
 
 
 def watch_memory(run: Run, server: Server) -> None:
     """Tell how much of the GPU's memory is used while the server is awake and while it sleeps, until the run ends."""
-    used: dict[bytes, list[int]] = {b"true": [], b"false": []}
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    while run.process.poll() is None and not CPU:
+    if CPU:
+        return
+    import torch
+
+    used: dict[bytes, list[int]] = {b"false": [], b"true": []}
+    while run.process.poll() is None:
         before = ask(f"{server.url}/is_sleeping", limit_s=5) or b""
-        megabytes = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0])
+        free, total = torch.cuda.mem_get_info()
         if ask(f"{server.url}/is_sleeping", limit_s=5) == before:  # it did not change meanwhile
             for answer, values in used.items():
-                values += [megabytes] if answer in before else []
-        time.sleep(0.05)
-    for name, values in (("awake", used[b"false"]), ("asleep", used[b"true"])):
-        tell(f"MiB of the GPU that are used while the server is {name}: {min(values, default=0)} to {max(values, default=0)}")
+                values += [(total - free) >> 20] if answer in before else []
+        time.sleep(0.02)
+    for name, values in zip(("awake", "asleep"), used.values(), strict=True):
+        tell(f"MiB of the GPU that all hold while the server is {name}: {min(values, default=0)} to {max(values, default=0)}")
 
 
 def folders(folder: Path, model: Path, server: Server) -> None:
@@ -259,9 +274,11 @@ def folders(folder: Path, model: Path, server: Server) -> None:
 
 
 def adapters(folder: Path, model: Path, server: Server) -> None:
-    lora = ['train.method="lora"', "train.lr=5e-4"]
+    lora = ['train.method="lora"', "train.lr=5e-4", *KEPT]
     kill_run(Run(folder, model, "killed-lora", server.url, *lora), server, model)
-    kill_server(Run(folder, model, "lora-restarted", server.url, *lora), server)
+    run = Run(folder, model, "lora-restarted", server.url, *lora)
+    kill_server(run, server)
+    run.verify()
     models = json.loads(ask(f"{server.url}/v1/models") or b'{"data": []}')
     tell("the server holds " + ", ".join(each["id"] for each in models["data"]))
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import random
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -11,11 +12,11 @@ from aiohttp import web
 from engine_cases import SHAPE, read, write_policy
 from killable_process import FULL
 
-from faults.upstream_cases import VERSIONS, FakeVllm, NumberedSender, engine_over, trouble
+from faults.upstream_cases import MIXED, VERSIONS, FakeVllm, NumberedSender, engine_over, opened, trouble
 from penstock.engines.adapter_files import model_digest
 from penstock.engines.retry import RetryPolicy
 from penstock.engines.servers import base, pauses, vllm
-from penstock.errors import PenstockError
+from penstock.errors import ConfigError, PenstockError
 from penstock.http.client import RequestTimeouts
 from penstock.records import Sampling
 
@@ -91,8 +92,11 @@ CUTS: dict[str, Cut] = {
     "503": status(503),
 }
 WAYS = "folder", "transfer", "adapters", "sleep"
-SLICE = zip(itertools.cycle(("0.22.0", "0.32.0", "0.25.1")), CUTS, itertools.cycle(WAYS), strict=False)
-PLAYED = list(itertools.product(VERSIONS, CUTS, WAYS) if FULL else SLICE)
+DIFFERENT = "0.22.0", "0.26.0", "0.32.0"
+"""Versions that answer differently. The others answer as one of these does, and are played with one kind of cut."""
+ALL = [*itertools.product(DIFFERENT, CUTS, WAYS), *itertools.product(set(VERSIONS).difference(DIFFERENT), ["reset"], WAYS)]
+SLICE = zip(itertools.cycle(DIFFERENT), CUTS, itertools.cycle(WAYS), strict=False)
+PLAYED = sorted(ALL) if FULL else list(SLICE)
 
 
 @pytest.fixture(autouse=True)
@@ -101,6 +105,18 @@ def impatient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm, "OTHERS_PAUSE_S", 0.1)
     monkeypatch.setattr(base, "RESUME_S", 0.6)
     monkeypatch.setattr(pauses, "RETRY_S", 0.01)
+
+
+class CutsAtRandom:
+    """Spoils one answer of three, each in a way of its own."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    async def __call__(self, request: web.Request) -> web.StreamResponse | None:
+        if self._random.random() < 2 / 3:
+            return None
+        return await self._random.choice(list(CUTS.values()))(request)
 
 
 class CutAt:
@@ -182,12 +198,9 @@ def test_no_answer_at_any_point_leaves_a_server_paused_or_a_run_without_an_end(
             server.cut = CutAt(CUTS[kind], first, float("inf") if lasting else first)
             async with asyncio.timeout(DEADLINE_S):
                 errors = await publish_twice(server, folders, way, SILENT_S if kind == "hang" else PATIENT_S)
-            if lasting:  # whoever comes next finds it well, or makes it so
-                server.cut = None
-                async with asyncio.timeout(DEADLINE_S):
-                    await base.bring_back_left(server.url, "")
-                    await server.until_resumed()  # by the child process that the engine left behind
-            assert not server.paused and not server.asleep and not server.crashed, f"after request {first}"
+            if lasting:
+                await come_next(server)
+            assert is_well(server), f"after request {first}"
             assert all("\n" not in error for error in errors)
 
     async def all_cases() -> None:
@@ -200,3 +213,76 @@ def test_no_answer_at_any_point_leaves_a_server_paused_or_a_run_without_an_end(
 
     room = asyncio.Semaphore(8)
     asyncio.run(all_cases())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(
+    ("version", "way"), list(itertools.product(DIFFERENT, WAYS) if FULL else zip(DIFFERENT, WAYS, strict=False))
+)
+def test_no_sequence_of_answers_leaves_a_server_paused_or_a_run_without_an_end(version: str, way: str, tmp_path: Path):
+    folders = write_versions(tmp_path, way)
+
+    async def case(seed: int) -> None:
+        async with room, server_of(version) as server:
+            server.root, server.cut = str(folders[0]), CutsAtRandom(seed)
+            async with asyncio.timeout(DEADLINE_S):
+                errors = await publish_twice(server, folders, way, SILENT_S)
+            await come_next(server)
+            assert is_well(server), f"after sequence {seed}"
+            assert all("\n" not in error for error in errors)
+
+    async def all_cases() -> None:
+        async with asyncio.TaskGroup() as group:
+            for seed in range(50 if FULL else 2):
+                group.create_task(case(seed))
+        await asyncio.sleep(SILENT_S)
+
+    room = asyncio.Semaphore(8)
+    asyncio.run(all_cases())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("version", DIFFERENT)
+@pytest.mark.parametrize("kind", CUTS if FULL else ["reset", "nulls"])
+def test_no_answer_during_the_opening_leaves_a_run_without_an_end(version: str, kind: str, tmp_path: Path):
+    """The server was left paused by a run on another machine, where it can say so."""
+    model = write_policy(tmp_path / "0")
+
+    async def case(cut: CutAt) -> None:
+        async with room, server_of(version) as server:
+            server.root, server.cut = str(model), cut
+            if server.names_weights:
+                server.label = f"{base.LABEL_PREFIX}x-1"
+                server.pause()
+            try:
+                async with asyncio.timeout(DEADLINE_S), opened([server.url], model):
+                    assert is_well(server)
+            except ConfigError as error:
+                assert cut.reached and "\n" not in str(error)
+            assert not server.crashed
+
+    async def all_cases() -> None:
+        await case(counting := CutAt(empty, 0, -1))
+        total = next(counting.seen)
+        assert total >= (13 if version == "0.32.0" else 6)
+        async with asyncio.TaskGroup() as group:
+            for first in range(total):
+                group.create_task(case(CutAt(CUTS[kind], first, first)))
+        await asyncio.sleep(SILENT_S)
+
+    room = asyncio.Semaphore(8)
+    asyncio.run(all_cases())
+
+
+async def come_next(server: FakeVllm) -> None:
+    """Whoever comes next finds the server well, or makes it so."""
+    server.cut = None
+    async with asyncio.timeout(DEADLINE_S):
+        await base.bring_back_left(server.url, "")
+        await server.until_resumed()  # by the child process that the engine left behind
+
+
+def is_well(server: FakeVllm) -> bool:
+    return not (server.paused or server.asleep or server.crashed or server.broken or server.held == MIXED)

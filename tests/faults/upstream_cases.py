@@ -223,6 +223,9 @@ class FakeVllm:
         """Let stalled replies go on, and stall none from now on."""
         self._released.set()
 
+    def pause(self) -> None:
+        self._running.clear()
+
     async def until_resumed(self) -> None:
         """Wait until nobody keeps it paused."""
         await self._running.wait()
