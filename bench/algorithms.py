@@ -158,15 +158,16 @@ def table(wanted: list[AlgorithmRun], found: dict[AlgorithmRun, AlgorithmResult]
     rows = ["| | " + " | ".join(f"{task}, held out | last steps | s a step | s an update" for task in tasks) + " |"]
     rows.append("|---|" + "---|" * 4 * len(tasks))
     for name in dict.fromkeys(one.name for one in wanted):
-        cells = [_cells([found[one] for one in wanted if one.name == name and one.task == task and one in found]) for task in tasks]
+        cells = [_cells([found.get(one) for one in wanted if one.name == name and one.task == task]) for task in tasks]
         rows.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(rows)
 
 
-def _cells(results: list[AlgorithmResult]) -> str:
+def _cells(by_seed: list[AlgorithmResult | None]) -> str:
+    results = [result for result in by_seed if result is not None]
     if not results:
         return "missing | | | "
-    after = ", ".join(f"{result.after:.2f}" for result in results)
+    after = ", ".join("missing" if result is None else f"{result.after:.2f}" for result in by_seed)
     last = fmean(fmean(result.rewards[-3:]) for result in results)
     mean = fmean(result.after for result in results)
     step_s, update_s = median(result.step_s for result in results), median(result.update_s for result in results)

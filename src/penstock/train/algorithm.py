@@ -11,15 +11,17 @@ from penstock.config import RunConfig, TrainSection, validate
 from penstock.errors import ConfigError, Problems
 from penstock.records import Group
 from penstock.registry import Registry
-from penstock.train.advantages import ADVANTAGES, DIVISORS
+from penstock.train.advantages import ADVANTAGES
 from penstock.train.advantages.base import Credit, level_of
-from penstock.train.losses import LOSSES, TOKEN_MEANS
+from penstock.train.losses import LOSSES
+from penstock.train.means import Mean, marked_mean
 
 Advantage = Callable[..., Any]
 """With its settings bound: takes one group, or what `advantages/base.py` says, and returns credit."""
 
 CONSTANT = 128.0
-"""Tokens that a rollout's loss is divided by where `train.mean` is `constant`."""
+"""Tokens that a rollout's loss is divided by where `train.mean` is `constant`, so that long replies are not discounted. It sets the
+scale of the loss: near the tokens of a usual rollout, the gradient clip means the same as for a mean over the rollout."""
 OF_CLIP = ("clip_low", "clip_high", "importance_cap")
 """Keys of `[train]` that a loss reads only if it takes the whole section."""
 
@@ -73,16 +75,11 @@ def credit_of(advantage: Advantage, groups: Sequence[Group]) -> list[list[Credit
     return [advantage(group) for group in groups]
 
 
-def loss_divisor(section: TrainSection) -> float | None:
-    """Returns what the sum over a rollout's tokens is divided by; None for the number of these tokens."""
-    if section.mean == "auto":
-        return None if section.loss in TOKEN_MEANS else DIVISORS.get(section.advantage)
-    return CONSTANT if section.mean == "constant" else None
-
-
-def is_token_mean(section: TrainSection) -> bool:
-    """Whether all tokens of the batch weigh the same."""
-    return section.mean == "token" or (section.mean == "auto" and section.loss in TOKEN_MEANS)
+def mean_of(section: TrainSection) -> Mean:
+    """Returns what the loss is a mean over; `auto` is what the paper of the loss has, else that of the advantage."""
+    if section.mean != "auto":
+        return section.mean
+    return marked_mean(LOSSES.load(section.loss)) or marked_mean(ADVANTAGES.load(section.advantage)) or "rollout"
 
 
 def _bind(registry: Registry, name: str, given: dict[str, Any], section: TrainSection) -> Callable[..., Any]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from penstock.records import Attempt, Group
 from penstock.records import Sequence as TrainingSequence
 from penstock.train.advantages.base import level_of, outcome, step_rewards
-from penstock.train.algorithm import Advantage, credit_of, is_token_mean, loss_divisor
+from penstock.train.algorithm import CONSTANT, Advantage, credit_of, mean_of
 from penstock.train.allowed import AllowedReplay
 from penstock.train.learner import Learner
 from penstock.train.policy_groups import group_of
@@ -36,13 +36,13 @@ def _credit(groups: Sequence[Group], policy: str, run: TrainingRun) -> CreditedS
         views = [overlong(view, section.overlong) for view in views]
     if section.kl and section.kl_in == "reward":
         views = _less_divergence(views, learner, run.replay)
-    by_token = level_of(run.advantage) == "token"
+    by_token, mean = level_of(run.advantage) == "token", mean_of(section)
     credit = [[0.0] * len(view.graded) for view in views] if by_token else credit_of(run.advantage, views)
     for view, each in zip(views, credit, strict=True):
         result = sequences(
             view,
             each,
-            divisor=loss_divisor(section),
+            divisor=CONSTANT if mean == "constant" else None,
             without_credit=by_token,
             recompute=section.unknown_logprobs == "recompute",
             replay=run.replay,
@@ -53,7 +53,7 @@ def _credit(groups: Sequence[Group], policy: str, run: TrainingRun) -> CreditedS
         attempts = {attempt.rollout.id: attempt for view in views for attempt in view.graded}
         rewards = [token_rewards(attempts[sequence.rollout_id], sequence) for sequence in made]
         made = learner.credit_tokens(made, rewards, run.advantage)
-    if is_token_mean(section):
+    if mean == "token":
         weight = counts["rollouts"] / max(1, counts["tokens"])  # the mean over rollouts is taken later
         made = [replace(sequence, weight=weight) for sequence in made]
     return CreditedSequences(made, counts)

@@ -7,7 +7,7 @@ import pytest
 from penstock.config import TrainSection
 from penstock.errors import ConfigError, TrainError
 from penstock.records import Attempt, BranchPoint, End, Grade, Group, Sampling, Step, Task, make_rollout
-from penstock.train.advantages import ADVANTAGES, DIVISORS
+from penstock.train.advantages import ADVANTAGES
 from penstock.train.advantages.base import SequenceTokens, credit_by_step, level_of, over_batch
 from penstock.train.advantages.dr_grpo import dr_grpo
 from penstock.train.advantages.gae import GaeSettings, gae
@@ -185,10 +185,6 @@ def test_the_better_rollout_gets_more(name: str):
 
 def test_a_tiny_spread_stays_finite():
     assert all(abs(value) <= 1.0 for value in grpo(group(1.0, 1.0 + 1e-15)))
-
-
-def test_divisors_belong_to_known_advantages():
-    assert set(DIVISORS) <= set(ADVANTAGES)
 
 
 def test_credit_for_what_a_rollout_has_not_is_refused():

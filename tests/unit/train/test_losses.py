@@ -163,6 +163,14 @@ def test_reinforce_weighs_by_where_a_token_was_sampled():
     assert grad_of("reinforce", tokens([1.5], [2.0], importance=[4.0])) == pytest.approx([-2.0 * 2.0])
 
 
+def test_likelihood_does_not_ask_where_a_token_came_from():
+    given = tokens([3.0, 0.5], [2.0, -0.5], importance=[4.0, 0.1])  # at log-probabilities of -1 + log 3 and -1 - log 2
+    made = load_loss(TrainSection(loss="likelihood"))(given)
+    assert made.values.tolist() == pytest.approx([-2.0 * (math.log(3.0) - 1.0), 0.5 * (-math.log(2.0) - 1.0)])
+    assert made.importance.tolist() == [1.0, 1.0] and made.clipped.tolist() == [0.0, 0.0]
+    assert grad_of("likelihood", given) == pytest.approx([-2.0, 0.5])
+
+
 def test_k2_has_the_gradient_of_the_divergence():
     given, reference = torch.randn(2, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     weights = given.clone().requires_grad_()

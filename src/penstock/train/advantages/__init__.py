@@ -20,8 +20,3 @@ ADVANTAGES = Registry(
         "distill": "penstock.train.advantages.distill:distill",
     },
 )
-
-DIVISORS = {"dr_grpo": 128.0}
-"""Advantages whose loss sums a rollout's tokens over a constant, so that long replies are not discounted; all others take the
-mean over the rollout's own tokens. The constant sets the scale of the loss: near the tokens of a usual rollout, the gradient
-clip means the same under both."""

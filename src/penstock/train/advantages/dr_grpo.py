@@ -2,8 +2,10 @@
 
 from penstock.records import Group
 from penstock.train.advantages.base import centred
+from penstock.train.means import mean_over
 
 
+@mean_over("constant")
 def dr_grpo(group: Group) -> list[float]:
     """Each reward less the mean; exact zeros where all rewards are the same."""
     return centred(group.rewards, scaled=False)

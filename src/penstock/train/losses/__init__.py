@@ -15,6 +15,3 @@ LOSSES = Registry(
         "likelihood": "penstock.train.losses.likelihood:likelihood",
     },
 )
-
-TOKEN_MEANS = frozenset({"dapo"})
-"""Losses that are a mean over all tokens of the batch, unless `train.mean` says otherwise."""

@@ -7,6 +7,7 @@ import torch
 from pydantic import Field
 
 from penstock.train.losses.base import Loss, LossSettings, LossTokens, importance_weights
+from penstock.train.means import mean_over
 
 
 class DapoSettings(LossSettings):
@@ -16,6 +17,7 @@ class DapoSettings(LossSettings):
     """How far it may rise."""
 
 
+@mean_over("token")
 def dapo(tokens: LossTokens, settings: DapoSettings) -> Loss:
     return clipped_surrogate(tokens, low=settings.clip_low, high=settings.clip_high, cap=settings.importance_cap)
 
