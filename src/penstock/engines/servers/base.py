@@ -3,7 +3,6 @@
 import asyncio
 import hashlib
 import logging
-import os
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -12,12 +11,10 @@ from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
-from urllib.parse import urlsplit
 
 import orjson
-from pydantic import Field, ValidationInfo, field_validator
 
-from penstock.config import EngineSection, home_folder
+from penstock.config import home_folder
 from penstock.engines.adapter_files import is_adapter, read_adapter_config
 from penstock.engines.base import SampledChunk
 from penstock.engines.fleet import EngineServer
@@ -32,166 +29,21 @@ from penstock.engines.servers.pauses import (
     RecoverySteps,
     ServerCall,
 )
+from penstock.engines.servers.replies import ReplyReader, is_plain
+from penstock.engines.servers.settings import RemoteSection
 from penstock.errors import ConfigError, EngineError, EngineRefused, ModelError, RequestError
-from penstock.http.client import ErrorKind, HttpClient, RequestTimeouts, UpstreamError
-from penstock.records import Finish, Sampling
+from penstock.http.client import HttpClient, RequestTimeouts, UpstreamError
+from penstock.records import Sampling
 from penstock.system.async_tools import finish_shielded
 
 LOAD_S = 600.0
 """Timeout for a server to read weights."""
 CONTROL_S = 30.0
 """Timeout of a request that neither samples nor reads weights."""
-MIN_LOGPROB, MAX_LOGPROB = -9999.0, 1e-3
-"""Bounds of a valid log-probability: vLLM sends -9999 for minus infinity, and rounding may lift 0 a little."""
 LABEL_PREFIX = "penstock-"
 """Of every name that we give to weights on a server."""
-EMBEDDED_ONLY = ("device", "dtype", "slots", "queue", "cache_tokens")
 
 log = logging.getLogger(__name__)
-
-# Settings
-
-
-class HttpEngineSection(EngineSection):
-    """`[engine]` for everything that is reached over HTTP."""
-
-    retries: int = Field(default=4, ge=0)
-    """How often a request that no server would take is sent again after a wait, before its first token."""
-    retry_s: float = Field(default=600.0, gt=0)
-    """No attempt at a request begins later than this after its first."""
-    first_token_s: float = Field(default=300.0, gt=0)
-    """Longest wait for the first token, in the server's queue too; then another attempt is made."""
-    stall_s: float = Field(default=120.0, gt=0)
-    """Longest silence between two tokens; then the reply is given up."""
-
-    @field_validator(*EMBEDDED_ONLY)
-    @classmethod
-    def _refuse_embedded_settings(cls, value: object, at: ValidationInfo) -> object:
-        if value != EngineSection.model_fields[at.field_name or ""].default:
-            raise ValueError("is a setting of the embedded engine; the servers have their own, leave it out")
-        return value
-
-
-class RemoteSection(HttpEngineSection):
-    """`[engine]` for vLLM and SGLang servers."""
-
-    needs_url: ClassVar[bool] = True
-
-    url: tuple[str, ...] = Field(min_length=1)
-    """Addresses of servers with the same model, such as `http://10.0.0.1:8000`."""
-    api_key_env: str = ""
-    """The environment variable that holds the servers' key; empty sends none."""
-    down_s: float = Field(default=300.0, ge=0)
-    """How long requests and publications wait while no server is up, such as during a restart; then they fail."""
-
-    def addresses(self) -> list[str]:
-        """The base URLs, without `/v1`; ConfigError if one is invalid or listed twice."""
-        urls = [check_url(url).removesuffix("/v1").rstrip("/") for url in self.url]
-        if len(set(urls)) < len(urls):
-            raise ConfigError("engine.url: an address stands there twice")
-        return urls
-
-    def key(self) -> str:
-        """The servers' key, from the environment."""
-        key = os.environ.get(self.api_key_env, "") if self.api_key_env else ""
-        if self.api_key_env and not key:
-            raise ConfigError(f"engine.api_key_env: the environment has no {self.api_key_env}; set it to the servers' key")
-        return key
-
-
-def check_url(url: str) -> str:
-    """Return `url` without a trailing slash; ConfigError if it is not the plain address of a server."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"engine.url = {url!r}: write it like http://127.0.0.1:8000")
-    if parts.username or parts.password or parts.query or parts.fragment:
-        raise ConfigError("engine.url: an address has no user, password, query or fragment; put the key in engine.api_key_env")
-    return url.rstrip("/")
-
-
-# Replies
-
-
-def is_plain(sampling: Sampling) -> bool:
-    """Whether tokens are drawn from the plain softmax."""
-    return sampling.temperature == 1.0 and not sampling.truncated
-
-
-class ReplyReader(ABC):
-    """Reads the events of one reply, all of it sampled under one policy version; see `EventReader`.
-
-    A reply is refused as garbled unless every token has an id and a valid log-probability.
-    """
-
-    def __init__(self, prompt: list[int], sampling: Sampling, *, version: int, behaviour_known: bool = True) -> None:
-        self.done = False
-        self._prompt = prompt
-        self._greedy, self._plain = sampling.temperature == 0.0, is_plain(sampling)
-        self._behaviour_known = behaviour_known
-        self.version = version
-        self._ids: list[int] = []
-        self._logprobs: list[float] = []
-        self._finish: Finish | None = None
-
-    def feed(self, event: bytes) -> None:
-        """Add an event. Events after the end of the reply are ignored."""
-        if self.done:
-            return
-        if event == b"[DONE]":
-            raise UpstreamError("ended without saying how the reply finished", kind="broken")
-        try:
-            parsed: dict[str, Any] = orjson.loads(event)
-            if "error" in parsed:
-                raise _reported_error(parsed["error"])
-            self.read(parsed)
-        except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as cause:
-            text = event[:100].decode("utf-8", "replace")
-            raise UpstreamError(f"sent an event that no reply has: {text}", kind="garbled") from cause
-
-    def take_chunk(self) -> SampledChunk | None:
-        """Return all tokens since the last call."""
-        if not self._ids and not self.done:
-            return None
-        ids, logprobs, self._ids, self._logprobs = tuple(self._ids), tuple(self._logprobs), [], []
-        return SampledChunk(
-            ids=ids,
-            # A greedy token had no alternative; what the server sent for it is under the plain softmax.
-            logprobs=(0.0,) * len(ids) if self._greedy else logprobs,
-            full_logprobs=logprobs if self._greedy or self._plain or not self._behaviour_known else (),
-            versions=(self.version,) * len(ids),
-            finish=self._finish,
-            behaviour_known=self._behaviour_known,
-        )
-
-    @abstractmethod
-    def read(self, event: dict[str, Any]) -> None:
-        """Call `add` with what an event holds. A KeyError, TypeError or AttributeError marks the event as garbled."""
-
-    def add(self, ids: list[int], logprobs: list[float], reason: str | None) -> None:
-        """Add tokens, and the finish reason if the reply has ended."""
-        if len(ids) != len(logprobs):
-            raise UpstreamError(f"sent {len(ids)} token ids with {len(logprobs)} log-probabilities", kind="garbled")
-        if not all(type(i) is int and i >= 0 for i in ids):
-            raise UpstreamError(f"sent token ids that are none: {ids}", kind="garbled")
-        if not all(MIN_LOGPROB < x <= MAX_LOGPROB for x in logprobs):
-            raise UpstreamError(f"sent log-probabilities that are none ({logprobs}); see its --logprobs-mode", kind="garbled")
-        if reason not in (None, "stop", "length"):
-            raise UpstreamError(f"broke the reply off ({reason})", kind="broken")
-        self._ids += ids
-        self._logprobs += logprobs
-        self._finish, self.done = reason, reason is not None
-
-
-def _reported_error(error: Any) -> UpstreamError:
-    """The error that an error event in a stream stands for."""
-    if isinstance(error, str):
-        return UpstreamError(f"reported an error: {error}", kind="broken")
-    code = error.get("code") or 500
-    kind: ErrorKind = "busy" if code in (429, 503) else "refused" if 400 <= code < 500 else "broken"
-    return UpstreamError(f"reported an error: {error.get('message')}", kind=kind, status=code if type(code) is int else 0)
-
-
-# The engine
 
 
 class RemoteModel(NamedTuple):

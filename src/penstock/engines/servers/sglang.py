@@ -6,9 +6,11 @@ from typing import Any
 
 from penstock.engines.fleet import EngineServer
 from penstock.engines.servers.adapters import ServedAdapter, adapter_roots
-from penstock.engines.servers.base import RemoteEngine, RemoteModel, RemoteSection, ReplyReader, open_remote
+from penstock.engines.servers.base import RemoteEngine, RemoteModel, open_remote
 from penstock.engines.servers.model_files import PublishedWeights
 from penstock.engines.servers.pauses import RecoverySteps, ServerCall
+from penstock.engines.servers.replies import ReplyReader
+from penstock.engines.servers.settings import RemoteSection
 from penstock.errors import EngineRefused
 from penstock.http.client import HttpClient, UpstreamError
 from penstock.records import Sampling

@@ -19,14 +19,14 @@ from penstock.engines.servers.base import (
     LABEL_PREFIX,
     RemoteEngine,
     RemoteModel,
-    RemoteSection,
-    ReplyReader,
     log,
     open_remote,
     paused_folder,
 )
 from penstock.engines.servers.model_files import ModelContents, PublishedWeights, check_same_shape, read_vocabulary
 from penstock.engines.servers.pauses import Recovery, RecoverySteps, ServerCall, read_record
+from penstock.engines.servers.replies import ReplyReader
+from penstock.engines.servers.settings import RemoteSection
 from penstock.engines.servers.transfer import WeightSender, exchange
 from penstock.errors import ConfigError, EngineRefused
 from penstock.http.client import HttpClient, UpstreamError
@@ -263,40 +263,35 @@ class VllmEngine(RemoteEngine):
     @asynccontextmanager
     async def asleep(self) -> AsyncGenerator[None]:
         """Let all servers that are up sleep, and wake them on leaving. Requests wait, and running replies go on afterwards."""
-        fleet, awake, done = self.client.fleet, set[EngineServer](), asyncio.Event()
-        changed = asyncio.Event()
+        fleet, done = self.client.fleet, asyncio.Event()
 
-        async def rest(server: EngineServer) -> None:
+        async def rest(server: EngineServer, settled: asyncio.Event) -> None:
             try:
-                await fleet.switch(server, server.version, lambda: self._sleep(server, awake, changed, done))
+                await fleet.switch(server, server.version, lambda: self._sleep(server.url, settled, done))
             except UpstreamError as error:
                 log.warning("%s did not sleep or wake as asked: %s", server.url, error)
             finally:
-                awake.discard(server)
-                changed.set()
+                settled.set()
 
+        resting = {server: asyncio.Event() for server in fleet.servers if server.up.is_set()}
         async with asyncio.TaskGroup() as group:
-            for server in [server for server in fleet.servers if server.up.is_set()]:
-                awake.add(server)
-                group.create_task(rest(server))
+            for server, settled in resting.items():
+                group.create_task(rest(server, settled))
             try:
-                while awake:
-                    changed.clear()
-                    await changed.wait()
+                for settled in resting.values():
+                    await settled.wait()
                 yield
             finally:
                 done.set()
 
-    async def _sleep(self, server: EngineServer, awake: set[EngineServer], changed: asyncio.Event, done: asyncio.Event) -> None:
-        url = server.url
+    async def _sleep(self, url: str, settled: asyncio.Event, done: asyncio.Event) -> None:
         self._asleep.add(url)
         if not await self._paused_servers.add(url, self.recovery_steps(url, self._served_last)):
             self._asleep.discard(url)
             raise UpstreamError(f"{url} is being changed by another run on this machine", kind="busy", status=503)
         try:
             await self.post(url, SLEEP, limit_s=self._load_s)
-            awake.discard(server)
-            changed.set()
+            settled.set()
             await done.wait()
         finally:
             await finish_shielded(self._wake(url))

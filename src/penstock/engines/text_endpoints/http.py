@@ -12,7 +12,7 @@ import orjson
 from pydantic import Field, field_validator
 
 from penstock.engines.retry import RetryPolicy, RetryState
-from penstock.engines.servers.base import HttpEngineSection, check_url
+from penstock.engines.servers.settings import HttpEngineSection, check_url
 from penstock.engines.text_endpoints.base import TextChunk, TextEndpoint, TextReplyReader, TextRequest
 from penstock.errors import ConfigError, EngineBusy, EngineError, RequestError
 from penstock.http.client import CancelHandle, HttpClient, RequestTimeouts, UpstreamError
