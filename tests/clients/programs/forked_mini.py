@@ -3,11 +3,28 @@
 It is the agent as it is shipped. Loading takes seconds, which a thousand of them need not take each.
 """
 
+import gc
 import json
 import os
 import sys
+from importlib import import_module
 
 from minisweagent.run.mini import app
+
+LATER = (
+    "minisweagent.models.litellm_model",
+    "minisweagent.environments.local",
+    "minisweagent.agents.interactive",
+    "litellm.proxy._types",
+    "openai.resources.chat",
+    "openai.lib.streaming.chat",
+    "httpcore",
+)
+"""What it imports when it is first needed, which takes most of the time of a short task."""
+
+for name in LATER:
+    import_module(name)
+gc.freeze()
 
 print("ready", flush=True)
 for line in sys.stdin:

@@ -26,6 +26,8 @@ AGENTS = [
     "search/strands",
     "command/train",
     "flow/train",
+    "gsm8k/train",
+    "team/train",
 ]
 REPLAYS = 1000 if os.environ.get("PENSTOCK_FAULTS") == "full" else 32
 """Of all agents together."""
@@ -78,7 +80,7 @@ def test_replays_of_an_example_repeat_its_record(name, model):
     recorded, made = asyncio.run(main())
     different = [attempt.message for attempt in made if attempt.end is End.BRANCH_DIVERGED]
     assert all(" at byte " in message for message in different)
-    assert different == []  # these eight repeat themselves
+    assert different == []  # these ten repeat themselves
     for attempt in made:
         assert attempt.end is End.COMPLETED, attempt.message
         assert [written(step) for step in attempt.steps[:-1]] == [written(step) for step in recorded.steps[:-1]]

@@ -176,3 +176,35 @@ def test_every_loss_learns(name: str):
 )
 def test_it_learns_with_every_switch(changes: dict[str, Any]):
     beats_control(**changes)
+
+
+def test_a_better_grade_of_a_step_moves_the_tokens_of_that_step_and_no_others():
+    """The whole way from grade to gradient: what is added to it is the slope of those two tokens, in every weight."""
+    settings = {"discount": 0.0, "baseline": "none"}
+    section = TrainSection(advantage="rewards_to_go", advantage_settings=settings, grad_clip=1e9)
+    decoder = make_policy(0)
+    torch.manual_seed(1)
+    group = sample_groups(decoder, 0)[0]
+    chosen = group.attempts[3]
+    extra = Grade(rollout_id=chosen.rollout.id, reward=1.0, source="test", step=1)
+    better = replace(chosen, grades=(*chosen.grades, extra))
+    raised = replace(group, attempts=tuple(better if each is chosen else each for each in group.attempts))
+    before, after = gradient(decoder, section, group), gradient(decoder, section, raised)
+    first, second = (step.completion_ids for step in chosen.steps)
+    ids = torch.tensor([[1, 2, *first, 0, 7, *second]])
+    scores = decoder.logits(decoder(ids, torch.arange(ids.shape[1])[None], causal)).log_softmax(-1)
+    said = sum(scores[0, at - 1, ids[0, at]] for at in range(ids.shape[1] - REPLY, ids.shape[1]))
+    truth = torch.autograd.grad(-said / (2 * REPLY) / SIZE, list(decoder.parameters()))  # a mean over its tokens, and over rollouts
+    assert any(part.abs().max() > 1e-3 for part in truth)
+    for old, new, wanted in zip(before, after, truth, strict=True):
+        assert torch.allclose(new - old, wanted, atol=1e-6)
+
+
+def gradient(decoder: Decoder, section: TrainSection, group: Group) -> list[torch.Tensor]:
+    learner = Learner(decoder, section)
+    credit = credit_groups([group], run_of(section, learner, load_advantage(section)))[""]
+    assert credit.counts["rollouts"] == SIZE
+    learner.compute(learner.pack(credit.sequences, rollouts=SIZE))
+    made = [each.grad.clone() if each.grad is not None else torch.zeros_like(each) for each in decoder.parameters()]
+    decoder.zero_grad()
+    return made
