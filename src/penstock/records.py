@@ -118,6 +118,10 @@ class Sampling:
     seed: int | None = None
     grammar: ReplyGrammar | None = None
     """None: every token is allowed."""
+    banned_ids: tuple[int, ...] = ()
+    """Tokens with probability 0: those with a `logit_bias` of -100."""
+    only_ids: tuple[int, ...] = ()
+    """If there are any, all others have probability 0: those with a `logit_bias` of 100."""
     top_logprobs: int = 0
     """How many of the most likely tokens are told with each sampled one."""
 
@@ -125,6 +129,11 @@ class Sampling:
     def truncated(self) -> bool:
         """Whether some tokens could not be sampled at all."""
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+
+    @property
+    def biased(self) -> bool:
+        """Whether its caller leaves out tokens by their ids."""
+        return bool(self.banned_ids or self.only_ids)
 
 
 MAX_TOP_LOGPROBS = 20
@@ -180,7 +189,7 @@ class Step:
     full_logprobs: tuple[float, ...] | None = None
     """The same under the untempered, untruncated distribution; None where the two are the same, or the engine cannot tell it.
 
-    Tokens that the grammar does not allow are left out of both."""
+    Tokens that the grammar or the caller does not allow are left out of both."""
     behaviour_known: bool = True
     """False: the engine told the plain log-probabilities only, which `logprobs` then holds, not those that it sampled with."""
     versions: tuple[int, ...]
@@ -217,7 +226,7 @@ class Step:
     @property
     def limited(self) -> bool:
         """Whether its tokens were chosen from a known part of the vocabulary."""
-        return self.sampling.grammar is not None or bool(self.kept)
+        return self.sampling.grammar is not None or self.sampling.biased or bool(self.kept)
 
     @property
     def sampled(self) -> int:

@@ -10,7 +10,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from penstock.errors import EngineError, PenstockError, boundary
+from penstock.errors import EngineError, PenstockError, RequestError, boundary
 from penstock.events import Events
 from penstock.gateway.call import Caller, GatewayLimits, ModelCall, Prompt
 from penstock.gateway.observability import GatewayMetrics
@@ -159,6 +159,9 @@ class CallPipeline:
         if call.format is None and call.forced is None and not call.strict and not call.allowed:
             return None
         grammar, ignored = await asyncio.to_thread(self._source(call).grammar, call, prompt)
+        if grammar is not None and call.sampling.biased:
+            text = "logit_bias and a schema that binds the reply exclude each other; leave one out"
+            raise RequestError(text, code="unsupported_parameter", param="logit_bias")
         for name in ignored:
             self.count(f"ignored:{name}")
         return grammar

@@ -1,9 +1,9 @@
-"""The tokens that each sampled token was chosen from, replayed from the grammar of its reply."""
+"""The tokens that each sampled token was chosen from, replayed from the grammar of its reply or from what its caller left out."""
 
 from pathlib import Path
 
 from penstock.engines.embedded.engine import end_ids
-from penstock.engines.embedded.grammars import GrammarCompiler, allowed_rows
+from penstock.engines.embedded.grammars import FixedChoice, GrammarCompiler, allowed_rows
 from penstock.engines.token_sets import pack_set
 from penstock.errors import PenstockError
 from penstock.records import Step
@@ -22,6 +22,8 @@ class AllowedReplay:
         self._sets: dict[bytes, bytes] = {}
 
     def __call__(self, step: Step) -> ReplayedStep:
+        if step.sampling.biased:
+            return self._fixed(step)
         if step.sampling.grammar is None:
             return ReplayedStep()
         try:
@@ -36,6 +38,12 @@ class AllowedReplay:
             sets.append(self._shared(pack_set(row)))
             state.advance(token_id)
         return ReplayedStep(tuple(sets))
+
+    def _fixed(self, step: Step) -> ReplayedStep:
+        allowed = FixedChoice(step.sampling, self._vocab_size).allowed
+        if not all(token_id < self._vocab_size and allowed[token_id] for token_id in step.completion_ids):
+            return ReplayedStep(problem="not_allowed")
+        return ReplayedStep((self._shared(pack_set(allowed)),) * len(step.completion_ids))
 
     def _shared(self, packed: bytes) -> bytes:
         if len(self._sets) >= MAX_SHARED_SETS:

@@ -20,11 +20,11 @@ FUNCTION = {"name": "f", "description": "F.", "parameters": SCHEMA}
 PNG = "iVBORw0KGgo="
 LABEL = ("x", "ann")
 
-CHAT_TOOLS = [{"type": "function", "function": FUNCTION}]
+CHAT_TOOLS = [{"type": "function", "function": FUNCTION}, {"type": "custom", "custom": {"name": "g"}}, {"type": "web_search"}]
 CHAT = {
     "frequency_penalty": (0, 0.5, -2),
     "presence_penalty": (0, 1.5),
-    "logit_bias": ({}, {"7": 5}),
+    "logit_bias": ({}, {"7": 5}, {"7": -100}, {"7": 100, "8": 100}),
     "logprobs": (True, False),
     "top_logprobs": (0, 3),
     "max_tokens": (5,),
@@ -56,8 +56,8 @@ CHAT = {
     "user": LABEL,
     "verbosity": ("low",),
     "web_search_options": ({"search_context_size": "low"},),
-    "functions": ([{"name": "f"}],),
-    "function_call": ("auto",),
+    "functions": ([FUNCTION], [{"name": "f"}]),
+    "function_call": ("auto", "none"),
     "moderation": ({"model": "m"},),
 }
 RESPONSES = {
@@ -115,7 +115,7 @@ COMPLETIONS = {
     "best_of": (1,),
     "echo": (True, False),
     "frequency_penalty": (0, 0.5),
-    "logit_bias": ({}, {"7": 5}),
+    "logit_bias": ({}, {"7": 5}, {"7": -100}, {"7": 100, "8": 100}),
     "logprobs": (0, 2),
     "max_tokens": (5,),
     "n": (1, 2),
@@ -176,14 +176,15 @@ def refused_fields(title):
     """The fields that the page says are refused."""
     row = next(line for line in PAGE.splitlines() if line.startswith(f"| {title} |"))
     reasons = PAGE.partition("| field | reason |")[2].partition("\n\n")[0]
-    return set(re.findall(r"`(\w+)`", row)) | {"best_of", "echo"} & set(re.findall(r"`(\w+)`", reasons))
+    return set(re.findall(r"`(\w+)`", row)) | {"best_of", "echo", "logit_bias"} & set(re.findall(r"`(\w+)`", reasons))
 
 
 def random_request(dice, path):
     _, base, fields = DIALECTS[path]
     chosen = {name: dice.choice(fields[name]) for name in dice.sample(sorted(fields), dice.randint(0, 6))}
     unknown = {f"field_{dice.randint(0, 99)}": dice.choice([1, "x", None, [], {"a": [True]}]) for _ in range(dice.randint(0, 2))}
-    return {"model": "any", "stream": dice.random() < 0.4, **base(dice), **chosen, **unknown}
+    body = {"model": "any", "stream": dice.random() < 0.4, **base(dice), **chosen, **unknown}
+    return {name: value for name, value in body.items() if name != "tools" or "functions" not in body}
 
 
 @pytest.mark.parametrize("path", DIALECTS)

@@ -58,6 +58,19 @@ def test_sampling_fields_reach_the_engine_and_the_record():
     run(["42."], steps)
 
 
+def test_a_bias_that_bans_or_chooses_tokens_reaches_the_engine_and_the_record():
+    async def steps(http, engine, bench, session):
+        await chat(http, USER, logit_bias={"9": -100, "7": -100, "5": 0})
+        await chat(http, USER, logit_bias={"8": 100})
+        banned, only = (step.sampling for step in (await bench.attempt(session)).steps)
+        assert (banned.banned_ids, banned.only_ids, only.banned_ids, only.only_ids) == ((7, 9), (), (), (8,))
+        assert engine.samplings == [banned, only] and not bench.gateway.counts
+        refused = await chat(http, USER, logit_bias={"8": 100}, response_format={"type": "json_object"})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "logit_bias"
+
+    run(["42.", "42."], steps)
+
+
 def test_defaults_come_from_the_rollout_and_max_tokens_is_a_cap():
     async def steps(http, engine, bench, session):
         bench.gateway.open((await bench.attempt(session)).rollout, Sampling(temperature=0.25, max_tokens=3))
@@ -233,12 +246,14 @@ BAD = [
     ({"tools": [STRICT], "tool_choice": "required"}, "tools"),
     ({"frequency_penalty": 2.5}, "frequency_penalty"),
     ({"logit_bias": {"1": 5}}, "logit_bias"),
+    ({"logit_bias": {"one": 100}}, "logit_bias"),
+    ({"logit_bias": [1]}, "logit_bias"),
     ({"top_logprobs": 50}, "top_logprobs"),
     ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ({"continue_final_message": True}, "continue_final_message"),
     ({"chat_template": "{{ 1 }}"}, "chat_template"),
-    ({"functions": [{}]}, "functions"),
+    ({"functions": [{}]}, "functions[0]"),
 ]
 
 

@@ -158,6 +158,21 @@ def test_engine_and_trainer_agree_on_truncated_log_probabilities(model: str, gra
     assert largest_gap(decoder, whole) > 0.05  # which the whole vocabulary is not
 
 
+def test_engine_and_trainer_agree_on_what_a_bias_leaves():
+    """`logit_bias` of -100 and 100: the tokens that are left share the probability, for the engine as for the trainer."""
+    few = tuple(range(40, 60))
+    biased = (Sampling(max_tokens=40, banned_ids=few), Sampling(max_tokens=40, only_ids=few, temperature=0.7))
+    group, replay, decoder = asyncio.run(sampled_group("tiny", (*biased, Sampling(max_tokens=40)), grammar=False))
+    banned, only, _ = [attempt.steps[0] for attempt in group.attempts]
+    assert not set(banned.completion_ids) & set(few) and set(only.completion_ids) <= set(few) and only.finish == "length"
+    made = sequences(group, [1.0, -1.0, 0.5], replay=replay)
+    assert made.counts["tokens"] == sum(len(attempt.steps[0].completion_ids) for attempt in group.attempts)
+    assert largest_gap(decoder, made.sequences) < 1e-3  # as `penstock verify` asks in float32
+    assert largest_gap(decoder, [replace(one, allowed=()) for one in made.sequences]) > 0.05
+    assert from_json(Step, to_json(only)) == only
+    assert replay(replace(only, completion_ids=banned.completion_ids)) == ReplayedStep(problem="not_allowed")
+
+
 def test_a_token_outside_of_what_was_kept_is_masked():
     group, _, _ = asyncio.run(sampled_group("tiny", TRUNCATED, grammar=False))
     [step] = group.attempts[0].steps

@@ -24,7 +24,8 @@ from pydantic import TypeAdapter
 from penstock.chat.parsers.base import Text
 from penstock.chat.templates import message_digest
 from penstock.errors import RequestError
-from penstock.gateway.dialects.responses import FreeformReader, ResponsesDialect, freeform_arguments, freeform_text
+from penstock.gateway.dialects.freeform import FreeformReader, freeform_arguments, freeform_text
+from penstock.gateway.dialects.responses import ResponsesDialect
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 USER = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "6 times 7?"}]}

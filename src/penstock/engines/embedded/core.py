@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from penstock.engines.embedded.attention import DecodeAttention, PrefillAttention
 from penstock.engines.embedded.decoder import Decoder
-from penstock.engines.embedded.grammars import GrammarState, forbid
+from penstock.engines.embedded.grammars import ReplyState, forbid
 from penstock.engines.embedded.kv_cache import KeyValues, PrefixTree, Segment, TailCache
 from penstock.engines.embedded.lora import AdapterSlots
 from penstock.engines.embedded.sampling import DrawnTokens, MostLikely, most_likely, sample
@@ -63,7 +63,7 @@ class Request:
     """The request's own random numbers in [0, 1)."""
     policy: str = ""
     """Whose adapter computes it."""
-    grammar: GrammarState | None = None
+    grammar: ReplyState | None = None
     """What may follow `tokens`; None if anything may."""
 
 
@@ -360,7 +360,7 @@ def ending(request: Request, full_logprob: float, decode: Callable[[Sequence[int
     return Ending("length" if len(request.tokens) - request.prompt_length >= request.sampling.max_tokens else None)
 
 
-def _advance(grammar: GrammarState, token_id: int) -> str:
+def _advance(grammar: ReplyState, token_id: int) -> str:
     """Why the reply cannot go on; empty if it can. A grammar that fails while the mask is computed allows no token or any."""
     problem = grammar.problem or ("" if grammar.advance(token_id) else grammar.problem)
     return f"the reply's grammar cannot be followed any further: {problem}" if problem else ""

@@ -29,11 +29,11 @@ from penstock.engines.cpu_features import VARIABLE, WITHOUT_AMX, limit_onednn
 from penstock.engines.embedded import fused
 from penstock.engines.embedded.core import DrawnChunk, EngineCore, Request
 from penstock.engines.embedded.decoder import Decoder
-from penstock.engines.embedded.grammars import GrammarCompiler, GrammarState
+from penstock.engines.embedded.grammars import FixedChoice, GrammarCompiler, ReplyState
 from penstock.engines.embedded.lora import Adapter, read_adapter
 from penstock.engines.embedded.paged_core import PagedCore, free_tokens
 from penstock.engines.embedded.weights import load_decoder
-from penstock.errors import ConfigError, EngineBusy, EngineError, ModelError
+from penstock.errors import ConfigError, EngineBusy, EngineError, EngineRefused, ModelError
 from penstock.records import MAX_TOP_LOGPROBS, Sampling
 from penstock.system.processes import switch_threads_often
 
@@ -174,12 +174,7 @@ class EmbeddedEngine:
         self._check(prompt_ids, sampling)
         if len(self._outputs) >= self._limit:
             raise EngineBusy(f"{self._limit} requests are already running or waiting; try again later, or raise engine.queue")
-        grammar = None
-        if sampling.grammar is not None:
-            if self._grammars is None:
-                raise EngineError("constrained replies need the model's folder, and this engine was opened without one")
-            grammar = await asyncio.to_thread(self._grammars.start, sampling.grammar, self._stop_ids.union(sampling.stop_ids))
-        request = self._request(prompt_ids, sampling, policy, grammar)
+        request = self._request(prompt_ids, sampling, policy, await self._reply_state(sampling))
         output = self._outputs[request.key] = RequestOutput(rollout_id)
         try:
             self._post(lambda: self._core.submit(request))
@@ -241,6 +236,16 @@ class EmbeddedEngine:
                 self._commands.put(self._stop)
         await asyncio.to_thread(self._thread.join)
 
+    async def _reply_state(self, sampling: Sampling) -> ReplyState | None:
+        """What tells the tokens that may be sampled; None if all may."""
+        if sampling.biased:
+            return FixedChoice(sampling, self.decoder.shape.vocab_size)
+        if sampling.grammar is None:
+            return None
+        if self._grammars is None:
+            raise EngineError("constrained replies need the model's folder, and this engine was opened without one")
+        return await asyncio.to_thread(self._grammars.start, sampling.grammar, self._stop_ids.union(sampling.stop_ids))
+
     def _check(self, prompt_ids: Sequence[int], sampling: Sampling) -> None:
         vocabulary, length, most = self.decoder.shape.vocab_size, len(prompt_ids), sampling.max_tokens
         total, room = length + most, self._core.capacity
@@ -248,6 +253,10 @@ class EmbeddedEngine:
             raise EngineError("the prompt has no tokens; send at least one")
         if min(prompt_ids) < 0 or max(prompt_ids) >= vocabulary:
             raise EngineError(f"the prompt has a token id outside 0..{vocabulary - 1}; is it of another model's tokenizer?")
+        if max((*sampling.only_ids, *sampling.banned_ids), default=0) >= vocabulary:
+            raise EngineRefused(f"logit_bias has a token id outside 0..{vocabulary - 1}; is it of another model's tokenizer?")
+        if len(sampling.banned_ids) == vocabulary:
+            raise EngineRefused("logit_bias bans every token; leave one")
         if most < 1:
             raise EngineError(f"max_tokens = {most}: ask for at least one token")
         if total > (context := self.decoder.shape.context_length):
@@ -267,7 +276,7 @@ class EmbeddedEngine:
         if sampling.stop and self._core.decode_text is None:
             raise EngineError("stop strings need a tokenizer, and this engine was opened without one; use stop ids")
 
-    def _request(self, prompt_ids: Sequence[int], sampling: Sampling, policy: str, grammar: GrammarState | None) -> Request:
+    def _request(self, prompt_ids: Sequence[int], sampling: Sampling, policy: str, grammar: ReplyState | None) -> Request:
         key = next(self._keys)
         seed = f"{self._seed}/{key}" if sampling.seed is None else sampling.seed
         return Request(

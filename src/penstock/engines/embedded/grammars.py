@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.errors import EngineError
-from penstock.records import ReplyGrammar
+from penstock.records import ReplyGrammar, Sampling
 
 KEPT_GRAMMARS = 64
 """Compiled grammars that are kept; each may take some megabytes."""
@@ -36,6 +36,26 @@ class GrammarState:
     def advance(self, token_id: int) -> bool:
         """Add a token; False if it is not allowed."""
         return self.matcher.consume_token(token_id)
+
+
+class FixedChoice:
+    """The same tokens may follow whatever was said: those that a caller's `logit_bias` leaves."""
+
+    problem = ""
+
+    def __init__(self, sampling: Sampling, vocab_size: int) -> None:
+        self.allowed = np.full(vocab_size, not sampling.only_ids)
+        self.allowed[list(sampling.only_ids)] = True
+        self.allowed[list(sampling.banned_ids)] = False
+        packed = np.packbits(self.allowed, bitorder="little")
+        self.bits = np.pad(packed, (0, -len(packed) % 4)).view(np.int32)
+
+    def advance(self, token_id: int) -> bool:
+        return bool(self.allowed[token_id])
+
+
+ReplyState = GrammarState | FixedChoice
+"""Tells what may follow a reply so far."""
 
 
 class GrammarCompiler:
@@ -97,24 +117,30 @@ def _executor() -> Any:
     return llguidance.LLExecutor()
 
 
-def fill_rows(bits: NDArray[np.int32], states: Sequence[tuple[int, GrammarState]]) -> None:
+def fill_rows(bits: NDArray[np.int32], states: Sequence[tuple[int, ReplyState]]) -> None:
     """Write what may follow in each state to its row of `bits` [rows, words], the lowest bit of a word first."""
     row_bytes = bits.shape[1] * 4
-    if len(states) > FEW_STATES:
-        _executor().unsafe_compute_mask_ptr([(state.matcher, row) for row, state in states], bits.ctypes.data, row_bytes, len(bits))
-        return
+    matchers: list[tuple[Any, int]] = []
     for row, state in states:
-        state.matcher.unsafe_compute_mask_ptr(bits.ctypes.data + row * row_bytes, row_bytes)
+        if isinstance(state, FixedChoice):
+            bits[row] = state.bits
+        else:
+            matchers.append((state.matcher, row))
+    if len(matchers) > FEW_STATES:
+        _executor().unsafe_compute_mask_ptr(matchers, bits.ctypes.data, row_bytes, len(bits))
+        return
+    for matcher, row in matchers:
+        matcher.unsafe_compute_mask_ptr(bits.ctypes.data + row * row_bytes, row_bytes)
 
 
-def allowed_rows(states: Sequence[GrammarState], vocab_size: int) -> NDArray[np.bool_]:
+def allowed_rows(states: Sequence[ReplyState], vocab_size: int) -> NDArray[np.bool_]:
     """What may follow in each state, [states, vocab]."""
     bits = np.zeros((len(states), (vocab_size + 31) // 32), np.int32)
     fill_rows(bits, list(enumerate(states)))
     return np.unpackbits(bits.view(np.uint8), axis=1, count=vocab_size, bitorder="little").view(np.bool_)
 
 
-def forbid(logits: Tensor, states: Sequence[GrammarState | None]) -> Tensor:
+def forbid(logits: Tensor, states: Sequence[ReplyState | None]) -> Tensor:
     """The logits [rows, vocab] with -inf where a row's grammar does not allow the token."""
     rows = [row for row, state in enumerate(states) if state is not None]
     if not rows:

@@ -119,6 +119,8 @@ class SglangEngine(RemoteEngine):
         if sampling.grammar is not None and not sampling.grammar.schema:
             text = "SGLang takes a JSON schema of the whole reply and no grammar of calls or reasoning"
             raise EngineRefused(f"{text}; leave out strict and tool_choice, or the tools")
+        if sampling.biased:
+            raise EngineRefused("logit_bias is not passed on to SGLang; leave it out")
         if sampling.seed is not None and not self._served.seeded:
             raise EngineRefused("the SGLang server ignores seeds; start it with --enable-deterministic-inference, or send none")
 

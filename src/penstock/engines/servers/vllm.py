@@ -64,6 +64,9 @@ def request_body(model: str, prompt: list[int], sampling: Sampling) -> dict[str,
     }
     if sampling.grammar is not None:  # as a grammar also where a schema would do: the trainer replays what the server enforces
         body["structured_outputs"] = {"grammar": sampling.grammar.lark}
+    if sampling.biased:
+        bans, others = dict.fromkeys(sampling.banned_ids, -100), dict.fromkeys(sampling.only_ids, 100)
+        body["logit_bias"] = {str(token_id): bias for token_id, bias in (others | bans).items()}
     return body if sampling.seed is None else body | {"seed": sampling.seed}
 
 

@@ -1,31 +1,31 @@
 """The OpenAI chat dialect: `/v1/chat/completions`, with vLLM's `return_token_ids`."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import orjson
 
 from penstock.chat.parsers.base import Reasoning, Text
-from penstock.chat.templates import flatten
+from penstock.chat.templates import Tool, flatten
 from penstock.errors import RequestError
 from penstock.gateway.call import ConversationHistory, ModelCall
 from penstock.gateway.dialects import fields
 from penstock.gateway.dialects.base import DialectTokenizer, ModelAnswer, UnsentTokens
-from penstock.gateway.dialects.fields import HARMLESS, SAMPLING_FIELDS, check_harmless, read_sampling, refuse_unsupported
-from penstock.gateway.reply import CallDelta, Delta, sse_data, tool_call
+from penstock.gateway.dialects.chat_calls import CallChanges, CallForms, call_forms, functions_as_tools
+from penstock.gateway.dialects.fields import HARMLESS, SAMPLING_FIELDS, check_harmless, read_bias, read_sampling, refuse_unsupported
+from penstock.gateway.reply import CallDelta, Delta, sse_data
 from penstock.records import Message, Sampling, Step, TokenLogprobs
 
 HONOURED = frozenset(
     {"model", "messages", "tools", "tool_choice", "n", "stream", "stream_options", "logprobs", "top_logprobs", "return_token_ids"}
     | {"max_tokens", "max_completion_tokens", "parallel_tool_calls", "chat_template_kwargs", "continue_final_message"}
-    | {"response_format"}
+    | {"response_format", "functions", "function_call", "logit_bias"}
     | SAMPLING_FIELDS
 )
 LABELS = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"})
 """Fields that do not affect sampling; ignored without a notice."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "logit_bias": ({},),
     "modalities": (["text"],),
     "ignore_eos": (False,),
     "min_tokens": (0,),
@@ -36,8 +36,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "echo": (False,),
     "audio": (),
-    "functions": (),
-    "function_call": ("none",),
     "chat_template": (),
     "documents": (),
     "structured_outputs": (),
@@ -52,6 +50,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 CARRIED = frozenset(
     {"model", "messages", "tools", "tool_choice", "n", "stream", "stream_options", "return_token_ids", "response_format"}
     | {"max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "seed"}
+    | {"functions", "function_call"}
 )
 """Fields that reach an endpoint in another form; all others are passed on as they are."""
 
@@ -69,6 +68,7 @@ class ChatDialect:
         continues = fields.flag(body, "continue_final_message")
         if others and self._tokenizer.is_known:
             refuse_unsupported({**body, "add_generation_prompt": None} if continues else body, NEUTRAL)
+        body = functions_as_tools(body)
         tools = fields.tools(body.get("tools"), history.last_request)
         options = fields.as_object(body.get("stream_options") or {})
         if options is None:
@@ -78,16 +78,17 @@ class ChatDialect:
         prefill = _prefill(messages, body) if continues else ""
         likely = fields.top_logprobs(body)
         limit = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
+        sampling = read_sampling(body, defaults, limit, top_logprobs=likely)
         return ModelCall(
             model=model if isinstance(model, str) else "",
             messages=messages[:-1] if continues else messages,
             prefill=prefill,
-            sampling=read_sampling(body, defaults, limit, top_logprobs=likely),
+            sampling=read_bias(body, sampling) if self._tokenizer.is_known else sampling,
             tools=tools,
             reads_calls=bool(tools) and body.get("tool_choice") != "none",
             one_call=body.get("parallel_tool_calls") is not None and not fields.flag(body, "parallel_tool_calls"),
             template_options=fields.template_options(body.get("chat_template_kwargs"), "chat_template_kwargs"),
-            extra={name: body[name] for name in body.keys() - CARRIED},
+            extra=_extra(body, tools),
             forced=fields.forced_tool(body.get("tool_choice"), tools),
             allowed=fields.allowed_tools(body.get("tool_choice"), tools),
             strict=fields.strict_tools(tools),
@@ -97,9 +98,11 @@ class ChatDialect:
             usage_in_stream=fields.flag(options, "include_usage"),
             logprobs=fields.flag(body, "logprobs") or likely > 0,
             token_ids=fields.flag(body, "return_token_ids"),
+            echo=(("forms", call_forms(body)),),
             ignored=(
                 *(sorted(others - LABELS - NEUTRAL.keys() - HARMLESS.keys()) if others else ()),
                 *(check_harmless(body) if others else ()),
+                *fields.ignored_tool_options(body.get("tools")),
                 *fields.unmet_tool_choice(body.get("tool_choice"), tools),
             ),
         )
@@ -124,8 +127,8 @@ class ChatDialect:
         return sse_data(error_body(error))
 
     def _choice(self, answer: ModelAnswer, index: int, step: Step) -> dict[str, Any]:
-        message = answer.visible(step.message)
-        choice: dict[str, Any] = {"index": index, "message": message, "finish_reason": _finish(step), "logprobs": None}
+        message = _forms(answer).message(answer.visible(step.message))
+        choice: dict[str, Any] = {"index": index, "message": message, "finish_reason": _finish(answer, step), "logprobs": None}
         if answer.call.logprobs:
             choice["logprobs"] = step_logprobs(self._tokenizer, step)
         if answer.call.token_ids:
@@ -140,6 +143,7 @@ class ChatEvents:
         self._head = _head(answer, "chat.completion.chunk")
         self._texts = [""] * answer.call.choices
         """By choice, the content sent so far."""
+        self._calls = [CallChanges(_forms(answer)) for _ in self._texts]
 
     def start(self) -> bytes:
         choices = [_entry(choice, {"role": "assistant", "content": ""}) for choice in range(self._answer.call.choices)]
@@ -149,7 +153,7 @@ class ChatEvents:
         return sse_data(event)
 
     def delta(self, choice: int, deltas: list[Delta], unsent: UnsentTokens) -> bytes:
-        changes: list[dict[str, Any]] = [_change(delta) for delta in deltas]
+        changes: list[dict[str, Any]] = [self._change(choice, delta) for delta in deltas]
         if self._answer.call.keeps_call_text:
             self._texts[choice] += "".join(delta.text for delta in deltas if isinstance(delta, Text))
         if not changes and unsent.ids and (self._answer.call.token_ids or self._answer.call.logprobs):
@@ -162,13 +166,19 @@ class ChatEvents:
     def finish_choice(self, choice: int, step: Step, unsent: UnsentTokens) -> bytes:
         content = step.message["content"] if self._answer.call.keeps_call_text and step.message.get("tool_calls") else None
         rest = {"content": content.removeprefix(self._texts[choice])} if content else {}
-        return self._event(choice, rest, finish=_finish(step), unsent=unsent)
+        held = [self._event(choice, change) for change in self._calls[choice].rest()]
+        return b"".join([*held, self._event(choice, rest, finish=_finish(self._answer, step), unsent=unsent)])
 
     def finish(self, steps: list[Step]) -> bytes:
         usage = b""
         if self._answer.call.usage_in_stream:
             usage = sse_data(self._head | {"choices": [], "usage": _usage(self._answer, steps)})
         return usage + b"data: [DONE]\n\n"
+
+    def _change(self, choice: int, delta: Delta) -> dict[str, Any]:
+        if isinstance(delta, CallDelta):
+            return self._calls[choice].change(delta)
+        return {"reasoning_content": delta.text} if isinstance(delta, Reasoning) else {"content": delta.text}
 
     def _event(self, choice: int, delta: dict[str, Any], *, finish: str | None = None, unsent: UnsentTokens | None = None) -> bytes:
         entry = _entry(choice, delta, finish)
@@ -224,18 +234,20 @@ def _entry(choice: int, delta: dict[str, Any], finish: str | None = None) -> dic
     return {"index": choice, "delta": delta, "finish_reason": finish, "logprobs": None}
 
 
-def _change(delta: Delta) -> dict[str, Any]:
-    if isinstance(delta, Reasoning):
-        return {"reasoning_content": delta.text}
-    if isinstance(delta, CallDelta) and delta.begins:
-        return {"tool_calls": [{"index": delta.ordinal, **tool_call(delta)}]}
-    if isinstance(delta, CallDelta):
-        return {"tool_calls": [{"index": delta.ordinal, "function": {"arguments": delta.arguments}}]}
-    return {"content": delta.text}
+def _extra(body: dict[str, Any], tools: Sequence[Tool]) -> dict[str, Any]:
+    """What an endpoint gets as it is; tools of its own beside ours."""
+    extra = {name: body[name] for name in body.keys() - CARRIED}
+    others = fields.vendor_tools(body.get("tools"))
+    return {**extra, "tools": [*tools, *others]} if others else extra
 
 
-def _finish(step: Step) -> str:
-    return "tool_calls" if step.message.get("tool_calls") and step.finish == "stop" else step.finish
+def _forms(answer: ModelAnswer) -> CallForms:
+    return cast("CallForms", dict(answer.call.echo)["forms"])
+
+
+def _finish(answer: ModelAnswer, step: Step) -> str:
+    called = "function_call" if _forms(answer).functions else "tool_calls"
+    return called if step.message.get("tool_calls") and step.finish == "stop" else step.finish
 
 
 def _usage(answer: ModelAnswer, steps: list[Step]) -> dict[str, int]:

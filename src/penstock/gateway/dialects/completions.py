@@ -15,6 +15,7 @@ from penstock.gateway.dialects.fields import (
     HARMLESS,
     SAMPLING_FIELDS,
     check_harmless,
+    read_bias,
     read_sampling,
     refuse_unsupported,
     unsupported,
@@ -24,13 +25,13 @@ from penstock.records import Sampling, Step, TokenLogprobs
 
 HONOURED = SAMPLING_FIELDS | frozenset(
     {"model", "prompt", "max_tokens", "n", "best_of", "echo", "logprobs", "stream", "stream_options", "return_token_ids"}
+    | {"logit_bias"}
 )
 LABELS = frozenset({"user"})
 """Fields that do not affect sampling; ignored without a notice."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
-    "logit_bias": ({},),
     "prompt_logprobs": (),
     "use_beam_search": (False,),
     "ignore_eos": (False,),
@@ -76,7 +77,7 @@ class CompletionsDialect:
             model=model if isinstance(model, str) else "",
             messages=(),
             raw=self._prompt(body.get("prompt")),
-            sampling=read_sampling(body, defaults, "max_tokens", top_logprobs=likely),
+            sampling=read_bias(body, read_sampling(body, defaults, "max_tokens", top_logprobs=likely)),
             choices=choices,
             stream=fields.flag(body, "stream"),
             usage_in_stream=fields.flag(options, "include_usage"),

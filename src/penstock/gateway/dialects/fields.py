@@ -1,6 +1,6 @@
 """Reading request fields: each has its type and range, or is refused by name."""
 
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
 from typing import Any, cast
 
@@ -9,6 +9,7 @@ import orjson
 from penstock.chat.media import MEDIA, text_of_url
 from penstock.chat.templates import Tool, flatten
 from penstock.errors import RequestError
+from penstock.gateway.dialects.freeform import freeform_arguments, freeform_function
 from penstock.gateway.last_request import LastRequest
 from penstock.http.asgi import JsonBudget
 from penstock.records import MAX_TOP_LOGPROBS, Message, ReplyFormat, Sampling
@@ -27,7 +28,7 @@ TEMPLATE_VARIABLES = frozenset(
 """What a chat template is given already."""
 MAX_TEMPLATE_VALUES = 100
 """JSON values in `chat_template_kwargs`."""
-MAX_STOP_CHARACTERS, MAX_STOP_IDS = 1000, 1000
+MAX_STOP_CHARACTERS, MAX_STOP_IDS, MAX_BIASES = 1000, 1000, 1024
 
 
 def as_object(value: Any) -> dict[str, Any] | None:
@@ -101,7 +102,7 @@ def messages(value: Any, last_request: LastRequest, name: str = "messages") -> t
 
 
 def tools(value: Any, last_request: LastRequest, name: str = "tools") -> tuple[Tool, ...]:
-    """Function tools; other kinds are refused."""
+    """Tools as functions: freeform ones have one text. Tools that a vendor's servers run are left out."""
     return last_request.tools(value, lambda given: _tools(given, name))
 
 
@@ -112,7 +113,7 @@ def forced_tool(value: Any, tools: tuple[Tool, ...], name: str = "tool_choice") 
     named = as_object(value) or {}
     if named.get("type") == "allowed_tools":
         return _forced_of_several(named, tools, name)
-    wanted = "" if value == "required" else (as_object(named.get("function")) or named).get("name")
+    wanted = "" if value == "required" else _name_in(named)
     known = {tool["function"]["name"] for tool in tools}
     if not isinstance(wanted, str) or (wanted and wanted not in known) or not known:
         raise invalid(name, f"must be 'auto', 'none', 'required' or one of the tools given, not {preview(value)}")
@@ -141,7 +142,12 @@ def allowed_tools(value: Any, tools: tuple[Tool, ...]) -> frozenset[str]:
 
 def _listed(allowed: dict[str, Any]) -> list[Any]:
     named = [as_object(each) or {} for each in as_list(allowed.get("tools")) or ()]
-    return [(as_object(each.get("function")) or each).get("name") for each in named]
+    return [_name_in(each) for each in named]
+
+
+def _name_in(tool: dict[str, Any]) -> Any:
+    """The name of a tool, which stands beside its type, or inside an object as in the chat dialect."""
+    return (as_object(tool.get("function")) or as_object(tool.get("custom")) or tool).get("name")
 
 
 def unmet_tool_choice(value: Any, tools: tuple[Tool, ...]) -> tuple[str, ...]:
@@ -212,7 +218,7 @@ def preview(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:60]}…"
 
 
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool", "function": "tool"}
 
 
 def _several(value: Any) -> list[Any]:
@@ -225,12 +231,43 @@ def _tools(value: Any, name: str) -> tuple[Tool, ...]:
         raise invalid(name, "must be a list of tools")
     check_count(given, name, MAX_TOOLS)
     JsonBudget(MAX_VALUES).spend(given, name)
-    for index, each in enumerate(given):
-        tool = as_object(each) or {}
-        function = as_object(tool.get("function")) or {}
-        if tool.get("type") != "function" or not isinstance(function.get("name"), str):
-            raise invalid(f"{name}[{index}]", "must be a function tool with a name; other kinds are not supported")
-    return tuple(given)
+    return tuple(tool for index, each in enumerate(given) if (tool := _function_tool(as_object(each) or {}, f"{name}[{index}]")))
+
+
+def _function_tool(tool: dict[str, Any], name: str) -> Tool | None:
+    """The tool as a function; None if a vendor's servers run it."""
+    kind = string(tool.get("type"), f"{name}.type")
+    if kind not in ("function", "custom"):
+        return None
+    named = as_object(tool.get(kind)) or {}
+    if not isinstance(named.get("name"), str):
+        raise invalid(name, "must have a name")
+    if kind == "function":
+        return tool
+    string(named.get("description") or "", f"{name}.custom.description")
+    return {"type": "function", "function": freeform_function(named, _freeform_grammar(named))}
+
+
+def _freeform_grammar(named: dict[str, Any]) -> dict[str, Any]:
+    shape = as_object(named.get("format")) or {}
+    return as_object(shape.get("grammar")) or {} if shape.get("type") == "grammar" else {}
+
+
+def freeform_tools(value: Any) -> frozenset[str]:
+    """The names of the freeform tools among chat tools that `tools` takes."""
+    return frozenset(tool["custom"]["name"] for tool in as_list(value) or () if tool["type"] == "custom")
+
+
+def vendor_tools(value: Any) -> list[dict[str, Any]]:
+    """Those of the tools that `tools` leaves out."""
+    return [tool for tool in as_list(value) or () if tool["type"] not in ("function", "custom")]
+
+
+def ignored_tool_options(value: Any) -> Iterator[str]:
+    """Yield what is not done of chat tools that `tools` takes: those of a vendor's servers, grammars of freeform ones."""
+    yield from (f"tool:{tool['type']}" for tool in vendor_tools(value))
+    if any(_freeform_grammar(tool["custom"]) for tool in as_list(value) or () if tool["type"] == "custom"):
+        yield "tools.format"
 
 
 def _message(value: Any, name: str, budget: JsonBudget) -> Message:
@@ -244,8 +281,10 @@ def _message(value: Any, name: str, budget: JsonBudget) -> Message:
     message: Message = {"role": ROLES[role], "content": _content(given.get("content"), f"{name}.content")}
     if role == "assistant" and given.get("tool_calls"):
         message["tool_calls"] = _calls(given["tool_calls"], f"{name}.tool_calls")
-    if role == "assistant" and (given.get("function_call") or given.get("audio")):
-        raise invalid(name, "has a function_call or audio, which are not supported; use tool_calls")
+    elif role == "assistant" and given.get("function_call"):
+        message["tool_calls"] = _calls([{"function": given["function_call"]}], f"{name}.function_call")
+    if role == "assistant" and given.get("audio"):
+        raise invalid(name, "has audio, which is not supported; send its transcript as content")
     reasoning = (given.get("reasoning_content") or given.get("reasoning")) if role == "assistant" else None
     if isinstance(reasoning, str):
         message["reasoning_content"] = reasoning
@@ -303,6 +342,8 @@ def _calls(value: Any, name: str) -> list[dict[str, Any]]:
     for index, each in enumerate(as_list(value) or [None]):
         call = as_object(each) or {}
         function, where = as_object(call.get("function")), f"{name}[{index}]"
+        if custom := as_object(call.get("custom")):
+            function = {**custom, "arguments": freeform_arguments(string(custom.get("input"), f"{where}.custom.input"))}
         if function is None:
             raise invalid(where, "must be a function call")
         arguments: Any = function.get("arguments", "{}")
@@ -340,6 +381,22 @@ def read_sampling(body: dict[str, Any], defaults: Sampling, limit: str, *, top_l
         seed=defaults.seed if seed is None else integer(body, "seed", 0, low=-(2**53)),
         top_logprobs=top_logprobs,
     )
+
+
+def read_bias(body: dict[str, Any], sampling: Sampling) -> Sampling:
+    """The sampling without the tokens that `logit_bias` bans (-100), or with none but those that it chooses (100).
+
+    Values between are refused: a trainer knows which tokens were left out, not by how much others were made likelier.
+    """
+    biases = nested(body, "logit_bias")
+    check_count(biases, "logit_bias", MAX_BIASES)
+    if not all(key.isdecimal() and len(key) < 10 and value in (-100, 0, 100) for key, value in biases.items()):
+        text = (
+            f"logit_bias={preview(biases)} is not supported: give token ids -100 (never) or 100 (none but these), or leave it out"
+        )
+        raise RequestError(text, code="unsupported_parameter", param="logit_bias")
+    banned, only = (tuple(sorted(int(key) for key, value in biases.items() if value == bias)) for bias in (-100, 100))
+    return replace(sampling, banned_ids=banned, only_ids=only) if banned or only else sampling
 
 
 def top_logprobs(body: dict[str, Any], name: str = "top_logprobs") -> int:

@@ -64,7 +64,10 @@ class GenerateDialect:
                 raw=raw,
                 sampling=read_sampling(merged, defaults, "max_tokens"),
                 echo=(("prompt_uid", fields.string(body.get("prompt_uid") or "", "prompt_uid")),),
-                ignored=tuple(sorted(name for name in merged.keys() - HONOURED - NEUTRAL.keys() if merged[name] is not None)),
+                ignored=(
+                    *sorted(name for name in merged.keys() - HONOURED - NEUTRAL.keys() if merged[name] is not None),
+                    *(() if raw is not None else fields.ignored_tool_options(body.get("tools"))),
+                ),
             )
 
     def json_body(self, answer: ModelAnswer) -> bytes:

@@ -1,6 +1,5 @@
 """The OpenAI Responses dialect: `/v1/responses`, with `previous_response_id`, item references, namespaces and freeform tools."""
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from penstock.gateway.dialects import fields
 from penstock.gateway.dialects.base import DialectTokenizer, ModelAnswer, UnsentTokens
 from penstock.gateway.dialects.chat import error_body, logprobs, step_logprobs
 from penstock.gateway.dialects.fields import HARMLESS, SAMPLING_FIELDS, check_harmless, read_sampling, refuse_unsupported
+from penstock.gateway.dialects.freeform import FreeformReader, freeform_arguments, freeform_function, freeform_text
 from penstock.gateway.reply import CallDelta, Delta
 from penstock.http.asgi import JsonBudget
 from penstock.records import Finish, Message, Sampling, Step
@@ -177,14 +177,6 @@ def _unmet(body: dict[str, Any]) -> Iterator[str]:
 
 # Tools: the model sees functions only; the client sees its own names and types
 
-FREEFORM: dict[str, Any] = {
-    "type": "object",
-    "properties": {"input": {"type": "string", "description": "The whole input, as plain text."}},
-    "required": ["input"],
-    "additionalProperties": False,
-}
-"""The parameters of a freeform tool as the model sees it: models not trained on such tools write JSON arguments anyway."""
-
 
 class ClientToolName(NamedTuple):
     """The client's name for a tool that the model knows by one flat name."""
@@ -246,81 +238,6 @@ def flat_name(name: str, namespace: str | None) -> str:
     return name if not namespace else f"{namespace.removesuffix('__')}__{name}"
 
 
-def freeform_arguments(text: str) -> str:
-    """Return the JSON arguments of a freeform call, as the model would have written them."""
-    return json.dumps({"input": text}, ensure_ascii=False)
-
-
-def freeform_text(arguments: str) -> str:
-    """Return the input of a freeform call that the model wrote as JSON arguments."""
-    reader = FreeformReader()
-    return reader.push(arguments) + reader.finish()
-
-
-class FreeformReader:
-    """Extracts the value of `input` from JSON arguments as they stream in. Arguments of any other form are the input themselves.
-
-    The output does not depend on how the arguments are split: an incomplete escape sequence is held back.
-    """
-
-    def __init__(self) -> None:
-        self._held = ""
-        self._state = "before"
-
-    def push(self, text: str) -> str:
-        """Add `text`; return the input that is now certain."""
-        self._held += text
-        if self._state == "before":
-            self._find_value()
-        if self._state == "inside":
-            return self._read_value()
-        ready, self._held = ("", self._held) if self._state == "before" else (self._held, "")
-        return ready if self._state == "other" else ""
-
-    def finish(self) -> str:
-        """Return what was held back: empty unless the arguments ended before their form was known."""
-        return self._held if self._state == "before" else ""
-
-    def _find_value(self) -> None:
-        found = _OPENING.match(self._held)
-        if found:
-            self._held, self._state = self._held[found.end() :], "inside"
-        elif not '{"input":"'.startswith("".join(self._held.split())):
-            self._state = "other"
-
-    def _read_value(self) -> str:
-        parts: list[str] = []
-        place = 0
-        while (unit := _UNIT.match(self._held, place)) and not _is_half(unit):
-            parts.append(_spelt(unit.group()))
-            place = unit.end()
-        self._held = self._held[place:]
-        if self._held.startswith('"'):
-            self._held, self._state = "", "after"
-        return "".join(parts)
-
-
-_OPENING = re.compile(r'\s*\{\s*"input"\s*:\s*"')
-_UNIT = re.compile(r'[^"\\]+|\\u[dD][89abAB]..\\u.{4}|\\u.{4}|\\[^u]', re.DOTALL)
-"""Plain characters or one escape sequence; a high surrogate is matched together with the escape after it."""
-
-
-def _is_half(unit: re.Match[str]) -> bool:
-    """Return whether `unit` is a high surrogate whose other half may still come."""
-    is_first = len(unit.group()) == 6 and re.match(r"\\u[dD][89abAB]", unit.group()) is not None
-    return is_first and r"\u".startswith(unit.string[unit.end() : unit.end() + 2])
-
-
-def _spelt(unit: str) -> str:
-    if not unit.startswith("\\"):
-        return unit
-    try:
-        text: str = json.loads(f'"{unit}"')
-    except ValueError:
-        return unit
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
 def _given(value: Any, name: str) -> Iterator[_ToolEntry]:
     """Yield every tool, including those inside namespaces."""
     for place, tool in enumerate(_listed([] if value is None else value, name)):
@@ -354,12 +271,11 @@ def _address(given: _ToolEntry) -> tuple[str, ClientToolName]:
 def _as_function(given: _ToolEntry, flat: str) -> Tool:
     tool, function = given.tool, dict[str, Any](name=flat)
     description = fields.string(tool.get("description") or "", f"{given.where}.description")
-    parameters = tool.get("parameters")
     if tool["type"] == "custom":
-        parameters, shape = FREEFORM, fields.as_object(tool.get("format")) or {}
-        if shape.get("type") == "grammar":
-            definition = f"The input follows this {shape.get('syntax')} grammar:\n{shape.get('definition')}"
-            description = f"{description}\n\n{definition}" if description else definition
+        shape = fields.as_object(tool.get("format")) or {}
+        grammar = shape if shape.get("type") == "grammar" else {}
+        return {"type": "function", "function": freeform_function({**tool, "name": flat}, grammar)}
+    parameters = tool.get("parameters")
     if description:
         function["description"] = description
     if parameters is not None and fields.as_object(parameters) is None:
