@@ -232,7 +232,7 @@ BAD = [
     ({"stop_token_ids": [-1]}, "stop_token_ids"),
     ({"stream": "yes"}, "stream"),
     ({"stream_options": 1}, "stream_options"),
-    ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+    ({"tools": [{"type": "function"}]}, "tools[0]"),
     ({"tools": "all"}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": [TOOL], "tool_choice": "perhaps"}, "tool_choice"),
