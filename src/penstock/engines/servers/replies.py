@@ -15,7 +15,7 @@ MIN_LOGPROB, MAX_LOGPROB = -9999.0, 1e-3
 
 def is_plain(sampling: Sampling) -> bool:
     """Whether tokens are drawn from the plain softmax."""
-    return sampling.temperature == 1.0 and not sampling.truncated
+    return sampling.temperature == 1.0 and not sampling.truncated and not sampling.biased
 
 
 class ReplyReader(ABC):
