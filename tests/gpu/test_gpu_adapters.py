@@ -52,7 +52,7 @@ def test_adapters_that_come_after_the_first_captures_are_captured_anew():
     for policy in TARGETS:
         work.core.adapters.put(policy, policy_adapter(policy, 0))
         work.core.reset([policy])
-    work.play(30, swaps=False)
+    work.play(60, swaps=False)
     assert before and work.core.lanes.captured
     assert work.check() > 50
 

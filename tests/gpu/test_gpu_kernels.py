@@ -89,6 +89,14 @@ def test_norm_and_gate(case: Case, both: Callable[..., tuple[Tensor, Tensor]]):
     assert case.near(*both(added))
 
 
+@pytest.mark.parametrize("count", [1, 4096, 100_003])
+def test_sums_of_gradients(count: int):
+    total, part = torch.randn(count, device="cuda"), torch.randn(count, device="cuda").bfloat16()
+    wanted = total + part
+    assert torch.equal(fused.add_into(total, part), wanted)
+    assert torch.equal(total, wanted)
+
+
 def test_rotation_and_rows_of_the_cache(case: Case, both: Callable[..., tuple[list[Tensor], list[Tensor]]]):
     shape = case.shape
     qkv = case.random(TOKENS, (shape.heads + 2 * shape.kv_heads) * shape.head_dim)

@@ -14,7 +14,7 @@ The last token of a sequence is predicted but never read, so it is not laid out.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, compress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -174,7 +174,7 @@ def pack(sequences: Iterable[Sequence], *, rollouts: int, tokens_per_pass: int, 
         for each in numbered:
             groups.setdefault(each.sequence.group_id, []).append(each)
         together = [_lay_out(numbered, tokens_per_pass)] if given else []
-        apart = [_lay_out(group, tokens_per_pass) for group in groups.values()]
+        apart = [_lay_out(group, tokens_per_pass) for group in groups.values()] if len(groups) > 1 else together
         layouts = min(together, apart, key=lambda sets: sum(layout.tokens for layout in sets))
     return Batch(
         pass_sets=tuple(layout.finish() for layout in layouts),
@@ -284,11 +284,12 @@ class _PassLayout:
 def _terms(each: _Numbered, trunk: int, spans: list[tuple[int, int]], sets: dict[bytes, int]) -> "tuple[npt.NDArray[Any], ...]":
     """Returns the fields of `LossTerms` for one sequence, in the order of its tokens. New sets of tokens are added to `sets`."""
     sequence = each.sequence
-    trained = np.flatnonzero(sequence.trained[1:])  # indices of the tokens that predict
+    flags = sequence.trained[1:]
+    trained = np.flatnonzero(flags)  # indices of the tokens that predict
     at = np.concatenate([np.arange(start, stop) for start, stop in spans])
-    targets = np.array(sequence.token_ids[1:])[trained]
+    targets = np.fromiter(compress(sequence.token_ids[1:], flags), np.int64, len(trained))
     columns = (sequence.temperatures, sequence.logprobs, sequence.advantages)
-    numbers = (np.array(column[1:], np.float64)[trained] for column in columns)
+    numbers = (np.fromiter(compress(column[1:], flags), np.float64, len(trained)) for column in columns)
     allowed = np.full(len(trained), -1)
     if sequence.allowed:
         limits = [sequence.allowed[place + 1] for place in trained.tolist()]

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from penstock.engines.embedded.fused import add_into
 from penstock.train.compiling import is_compile_error
 from penstock.train.rounding import round_to_bfloat16
 
@@ -111,7 +112,7 @@ def _sum_into(master: Tensor) -> Callable[[Tensor], None]:
     def add(weight: Tensor) -> None:
         gradient, weight.grad = weight.grad, None
         if gradient is not None:
-            master.grad = gradient.float() if master.grad is None else master.grad.add_(gradient)
+            master.grad = gradient.float() if master.grad is None else add_into(master.grad, gradient)
 
     return add
 

@@ -53,6 +53,14 @@ def gate(gate_up: Tensor) -> Tensor:
     return F.silu(left) * right
 
 
+def add_into(total: Tensor, part: Tensor) -> Tensor:
+    """total += part in place. torch itself adds bfloat16 to float32 at a third of the speed of a GPU's memory."""
+    if kernels is None or not total.is_cuda or not (total.is_contiguous() and part.is_contiguous()):
+        return total.add_(part)
+    kernels.add_into(total, part)
+    return total
+
+
 def rotate_store(
     decoder: Decoder, layer: DecoderLayer, qkv: Tensor, positions: Tensor, rows: Tensor, cache: KeyValueRows
 ) -> Tensor:

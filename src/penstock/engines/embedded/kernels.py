@@ -64,6 +64,15 @@ def gate_kernel(gate_up, out, inner, BLOCK: tl.constexpr):
 
 
 @jit
+def add_into_kernel(total, part, count, BLOCK: tl.constexpr):
+    """total += part, in the total's precision."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    keep = at < count
+    added = tl.load(total + at, mask=keep) + tl.load(part + at, mask=keep).to(total.dtype.element_ty)
+    tl.store(total + at, added, mask=keep)
+
+
+@jit
 def rotate_store_kernel(
     qkv, q_gain, k_gain, cos, sin, positions, rows, q, keys, values, eps,
     HEADS: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
@@ -329,6 +338,11 @@ def gate(gate_up: Tensor) -> Tensor:
     out = gate_up.new_empty(rows, inner)
     gate_kernel[(rows, -(-inner // 1024))](gate_up, out, inner, BLOCK=1024)
     return out
+
+
+def add_into(total: Tensor, part: Tensor) -> None:
+    block = 4096
+    add_into_kernel[(-(-total.numel() // block),)](total, part, total.numel(), BLOCK=block, num_warps=8)
 
 
 def rotate_store(
