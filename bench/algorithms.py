@@ -16,6 +16,7 @@ Harder tasks, with a control and held-out curves (`python -m bench.reasoning_tas
 
 import argparse
 import asyncio
+import ctypes
 import json
 import multiprocessing
 import os
@@ -107,6 +108,16 @@ def run_config(task: str, settings: list[str], folder: Path) -> Any:
     return asyncio.run(training())
 
 
+def wait_asleep() -> None:
+    """Threads of this process that wait for the GPU sleep from here on: others need the cores on which they would spin."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        if driver.cuInit(0) == 0:
+            driver.cuDevicePrimaryCtxSetFlags_v2(0, 4)  # CU_CTX_SCHED_BLOCKING_SYNC
+    except (OSError, AttributeError):
+        pass  # there is no GPU
+
+
 def _silent(kind: str, fields: dict[str, Any]) -> None:
     """Nobody watches."""
 
@@ -118,7 +129,7 @@ def main() -> None:
     kept = Path(options.json) if options.json else None
     os.environ.update({name: os.environ.get(name, "1") for name in ONE_THREAD})
     deadline, found = time.monotonic() + options.limit_s, read_results(kept)
-    pool = ProcessPoolExecutor(options.at_once, mp_context=multiprocessing.get_context("spawn"))
+    pool = ProcessPoolExecutor(options.at_once, multiprocessing.get_context("spawn"), wait_asleep)
     started = {pool.submit(run_one, one, settings): one for one in wanted if one not in found}
     try:
         for done in as_completed(started, timeout=options.limit_s):

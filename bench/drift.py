@@ -43,7 +43,7 @@ import torch
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HfTokenizer
 
-from bench.algorithms import AGENTS, ONE_THREAD, run_config
+from bench.algorithms import AGENTS, ONE_THREAD, run_config, wait_asleep
 from penstock.chat.renderer import Renderer
 from penstock.config import TrainSection, load_config
 from penstock.engines.embedded.decoder import Decoder, read_decoder_shape
@@ -282,7 +282,7 @@ def main() -> None:
     if options.model == "small":
         options.model = str(make_small(kept.parent / "small"))
     os.environ.update({name: os.environ.get(name, "1") for name in ONE_THREAD} if options.at_once > 1 else {})
-    pool = ProcessPoolExecutor(options.at_once, mp_context=multiprocessing.get_context("spawn"))
+    pool = ProcessPoolExecutor(options.at_once, multiprocessing.get_context("spawn"), wait_asleep)
     deadline = time.monotonic() + options.limit_s
     try:
         for made in as_completed([pool.submit(make_groups, options, seed) for seed in range(options.seeds)], options.limit_s):
