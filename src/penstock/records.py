@@ -14,6 +14,8 @@ from typing import Any, Literal
 
 NO_LIMIT = 2**31 - 1
 """`Sampling.max_tokens` of a reply that nobody limits: it may fill the model's context."""
+BEHAVIOUR_UNKNOWN = "behaviour_unknown"
+"""Why a step is masked whose `behaviour_known` is False; see `train.unknown_logprobs`."""
 Message = dict[str, Any]
 """One chat message in the OpenAI form: role, content, tool_calls, tool_call_id."""
 

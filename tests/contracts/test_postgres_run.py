@@ -1,24 +1,22 @@
 """A run in PostgreSQL, from the command line: it trains and goes on, starts over, and is not taken for another of its name."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
+from cli_cases import called
 from postgres_server import server_url
 
 pytestmark = pytest.mark.slow
 TINY = Path(__file__).parents[2] / "examples" / "multiply" / "tiny.toml"
 
 
-def train(folder: Path, steps: int, *more: str, url: str | None = None) -> "subprocess.CompletedProcess[str]":
+def train(folder: Path, steps: int, *more: str, url: str | None = None) -> CompletedProcess[str]:
     where = f'pool.url="{server_url() if url is None else url}"'
     settings = ['pool.name="postgres"', where, 'run.name="shared"', f"train.steps={steps}", "dataset.eval_limit=1"]
-    command = [sys.executable, "-c", "from penstock.cli import main; main()", "train", str(TINY), "--json", *more]
     folder.mkdir(exist_ok=True)
-    arguments = [part for setting in settings for part in ("--set", setting)]
-    return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=200, cwd=folder)
+    return called(folder, "train", TINY, "--json", *more, *(part for setting in settings for part in ("--set", setting)))
 
 
 def test_a_run_goes_on_and_starts_over_and_another_of_its_name_is_refused(tmp_path: Path) -> None:
@@ -33,13 +31,7 @@ def test_a_run_goes_on_and_starts_over_and_another_of_its_name_is_refused(tmp_pa
         assert said.endswith("groups of another run called 'shared'; set another run.name")
     fresh = train(tmp_path / "here", 1, "--fresh")
     assert (fresh.returncode, json.loads(fresh.stdout)["rollouts"]) == (0, json.loads(first.stdout)["rollouts"])
-    kept = subprocess.run(
-        [sys.executable, "-c", "from penstock.cli import main; main()", "pool", "stats", "runs/shared.old1", "--json"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path / "here",
-        check=True,
-    )
+    kept = called(tmp_path / "here", "pool", "stats", "runs/shared.old1", "--json")
     assert sum(channel["steps"] for channel in json.loads(kept.stdout)["channels"].values()) > 0
 
 

@@ -1,6 +1,8 @@
-"""Commands in processes of their own, over an engine that needs no weights, and plain HTTP to them."""
+"""Commands in this process or in ones of their own, over an engine that needs no weights, and plain HTTP to them."""
 
+import contextlib
 import http.client
+import io
 import json
 import os
 import signal
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from penstock.cli.app import run
 from penstock.testing import write_tokenizer
 
 ENGINE, ENDLESS = "cli_engine:open_engine", "cli_engine:open_endless"
@@ -26,6 +29,14 @@ def environment() -> dict[str, str]:
 
 def penstock(*arguments: Any) -> list[str]:
     return [sys.executable, "-c", "from penstock.cli import main; main()", *map(str, arguments)]
+
+
+def called(folder: Path, *arguments: Any) -> subprocess.CompletedProcess[str]:
+    """A command in this process, which has imported what it needs: all of it but the start and the exit of a process."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.chdir(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = run([*map(str, arguments)])
+    return subprocess.CompletedProcess([*arguments], code, out.getvalue(), err.getvalue())
 
 
 def ran(*arguments: Any, **options: Any) -> subprocess.CompletedProcess[str]:

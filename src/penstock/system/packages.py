@@ -2,11 +2,11 @@
 
 from importlib import metadata
 
-from packaging.requirements import Requirement
-
 
 def install_command(*extras: str) -> str:
     """Returns a `pip install` line that works anywhere; one for a checkout if our own metadata is not installed."""
+    from packaging.requirements import Requirement  # slow to import, for a line that few commands print
+
     try:
         declared = [Requirement(text) for text in metadata.requires("penstock") or ()]
     except metadata.PackageNotFoundError:

@@ -13,11 +13,9 @@ from typing import NamedTuple
 from penstock.codec import extend_ids_hash
 from penstock.engines.token_sets import in_set
 from penstock.errors import TrainError
-from penstock.records import Attempt, Group, Node, Sequence, Step
+from penstock.records import BEHAVIOUR_UNKNOWN, Attempt, Group, Node, Sequence, Step
 from penstock.train.advantages.base import Credit, credit_by_step
 
-BEHAVIOUR_UNKNOWN = "behaviour_unknown"
-"""Why a step is masked whose engine did not tell the probabilities that it sampled with; see `train.unknown_logprobs`."""
 LARGEST_ID = 2**31 - 1
 """Ids are stored and hashed as int32."""
 

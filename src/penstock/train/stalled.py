@@ -5,9 +5,8 @@ from collections.abc import Mapping, Sequence
 from textwrap import shorten
 from typing import Any
 
-from penstock.records import Attempt
+from penstock.records import BEHAVIOUR_UNKNOWN, Attempt
 from penstock.run.shortfalls import add_shortfalls, read_shortfalls
-from penstock.train.sequences import BEHAVIOUR_UNKNOWN
 
 FIRST, LAST = 32, 64
 """Rollouts over which the first and the last reward are means."""

@@ -1,12 +1,11 @@
 """`penstock train --control` and `penstock compare`: a run, the same with a learning rate of 0, and the two of them paired."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cli_cases import called
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -41,16 +40,11 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "agent.py").write_text(AGENT)
     (folder / "tasks.jsonl").write_text("".join(json.dumps({"prompt": f"{n} times 3?"}) + "\n" for n in range(4)))
     (folder / "train.toml").write_text(CONFIG)
-    assert ran(folder, "train", "train.toml").returncode == 0
-    control = ran(folder, "train", "train.toml", "--control")
+    assert called(folder, "train", "train.toml").returncode == 0
+    control = called(folder, "train", "train.toml", "--control")
     assert control.returncode == 0, control.stderr
     assert "penstock compare runs/short-control runs/short" in control.stderr
     return folder
-
-
-def ran(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    program = str(Path(sys.executable).with_name("penstock"))
-    return subprocess.run([program, *arguments], cwd=folder, capture_output=True, text=True, timeout=120, check=False)
 
 
 def weights(folder: Path, run: str) -> list[dict[str, Tensor]]:
@@ -72,7 +66,7 @@ def test_the_control_draws_the_same_tasks_and_its_weights_stay(project: Path):
 
 
 def test_runs_are_paired_by_task(project: Path):
-    told = ran(project, "compare", "runs/short-control", "runs/short", "--json")
+    told = called(project, "compare", "runs/short-control", "runs/short", "--json")
     found = json.loads(told.stdout)
     assert (found["first"], found["second"], found["same_seed"]) == ("runs/short-control", "runs/short", True)
     assert (found["held_out"]["pairs"], found["training"]["pairs"]) == (4, 4)
@@ -82,12 +76,12 @@ def test_runs_are_paired_by_task(project: Path):
         assert found["training"][side] == pytest.approx(sum(rewards) / len(rewards))
     gain = found["training"]["difference"]
     assert gain["low"] <= gain["value"] <= gain["high"]
-    text = ran(project, "compare", "runs/short", "runs/short").stdout
+    text = called(project, "compare", "runs/short", "runs/short").stdout
     assert "no difference is established" in text
 
 
 def test_a_folder_that_is_no_run_is_refused_in_a_line(project: Path):
-    told = ran(project, "compare", "runs/short", "runs/nothing")
+    told = called(project, "compare", "runs/short", "runs/nothing")
     assert told.returncode == 2
     assert "runs/nothing" in told.stderr
     assert "Traceback" not in told.stderr

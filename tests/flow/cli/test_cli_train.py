@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from cli_cases import called
 
 from penstock.view.overview import metrics_columns
 from penstock.view.run_files import open_viewed_run
@@ -49,14 +50,14 @@ def started(folder: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def finished(folder: Path, *arguments: str) -> tuple[int, str, str]:
-    process = started(folder, *arguments)
-    out, err = process.communicate(timeout=120)
-    return process.returncode, out, err
+    done = called(folder, "train", "train.toml", *arguments)
+    return done.returncode, done.stdout, done.stderr
 
 
 def test_a_run_ends_with_a_summary_and_a_report_and_is_not_trained_twice(project):
-    code, out, err = finished(project, "--json")
-    assert code == 0, err
+    process = started(project, "--json")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
     summary = json.loads(out)
     assert (summary["status"], summary["steps"], summary["exact_token_rate"]) == ("finished", 2, 1.0)
     assert (project / summary["report"]).is_file()

@@ -4,9 +4,9 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
 
 import pytest
+from cli_cases import called, penstock
 
 pytestmark = pytest.mark.slow
 
@@ -32,21 +32,16 @@ train.steps = 2
 
 
 @pytest.fixture
-def project(tmp_path):
+def project(tmp_path, monkeypatch):
+    monkeypatch.setenv("ROLLOUT_TOKEN", "open sesame")
     (tmp_path / "agent.py").write_text(AGENT)
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps({"prompt": f"{n} times 3?"}) + "\n" for n in range(4)))
     (tmp_path / "train.toml").write_text(CONFIG % "http://127.0.0.1:9")
     return tmp_path
 
 
-def penstock(*arguments):
-    return [sys.executable, "-c", "from penstock.cli import main; main()", *arguments]
-
-
-def trained(folder, token="open sesame"):
-    environment = {**os.environ, "ROLLOUT_TOKEN": token}
-    command = penstock("train", "train.toml", "--json")
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+def trained(folder):
+    return called(folder, "train", "train.toml", "--json")
 
 
 @contextlib.contextmanager
@@ -74,9 +69,10 @@ def test_run_on_a_rollout_server_trains_and_ends_like_any_other(project):
     assert [event["end"] for event in events if event["kind"] == "rollout.end"] == ["completed"] * 8
 
 
-def test_wrong_token_is_told_before_any_rollout(project):
+def test_wrong_token_is_told_before_any_rollout(project, monkeypatch):
+    monkeypatch.setenv("ROLLOUT_TOKEN", "guessed")
     with served(project):
-        done = trained(project, token="guessed")
+        done = trained(project)
     assert done.returncode == 2
     assert "the rollout server's token is not valid" in done.stdout
     assert "executor.token_env" in done.stdout
