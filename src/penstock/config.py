@@ -45,11 +45,11 @@ class RunSection(Section):
     """`[run]`: what the run is called and where it is kept."""
 
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Of the run's folder."""
+    """The name of the run's folder."""
     folder: Path = Path("runs")
     """Where run folders are, from where the command is run."""
     seed: int = Field(default=0, ge=0)
-    """Of the order of tasks and of sampling."""
+    """Fixes the order of tasks, and sampling."""
 
 
 class ModelSection(Section):
@@ -151,13 +151,13 @@ class TrainSection(Section):
     method: Literal["full", "lora"] = "full"
     """`full` trains all weights. `lora` trains a small adapter beside them: less memory, and quick to publish."""
     rank: int = Field(default=16, ge=1, le=512)
-    """Of the adapter's matrices."""
+    """The rank of the adapter's matrices."""
     alpha: float = Field(default=32.0, gt=0)
     """What the adapter adds is multiplied by alpha / rank."""
     target_modules: Annotated[tuple[LoraModule, ...], Field(min_length=1)] = LORA_MODULES
     """The linear layers that the adapter adds to; by default all but the head."""
     lr: float = Field(default=2e-5, ge=0)
-    """Of the optimizer. For `lora`, the default is 5e-4."""
+    """The learning rate. For `lora`, the default is 5e-4."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the rate goes on after its warm-up: it stays, or falls to `lr_floor` at the last update."""
     warmup_updates: int = Field(default=0, ge=0)
@@ -169,7 +169,7 @@ class TrainSection(Section):
     optimizer_settings: dict[str, Any] = Field(default={}, exclude_if=lambda given: not given)
     """Its further settings, as torch names them: `betas`, `momentum` and others."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """Of the optimizer."""
+    """The optimizer's weight decay."""
     advantage: str = "grpo"
     """How rewards become credit: `grpo`, `dr_grpo`, `rloo`, `gae` and others, see docs/algorithms.md."""
     advantage_settings: dict[str, Any] = Field(default={}, exclude_if=lambda given: not given)
@@ -197,7 +197,7 @@ class TrainSection(Section):
     reference_every: int = Field(default=16, ge=1)
     """Updates between two copies of a moving reference."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Of the divergence, from a token's two log-probabilities: their gap, half its square, or the one that is never negative."""
+    """The estimate of the divergence from a token's two log-probabilities: their gap, half its square, or the one never negative."""
     kl_in: Literal["loss", "reward"] = "loss"
     """`loss`: a term of its own. `reward`: taken off the reward before credit is given; `k1` is for this alone."""
     entropy: float = Field(default=0.0, ge=0)
@@ -233,10 +233,10 @@ class TrainSection(Section):
     """Try worthless replies on the grader for some seconds before the first step, and warn of those that it rewards. Graders that
     seem to ask a service are left alone."""
     device: str = "auto"
-    """Of the learner, where the engine is on servers: `cpu`, `cuda`, `cuda:1`; `auto` takes the GPU with the most free memory,
+    """The learner's, if the engine is on servers: `cpu`, `cuda`, `cuda:1`; `auto` takes the GPU with the most free memory,
     where there is one. The embedded engine shares its weights with the learner: there `engine.device` says it."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the learner, likewise; `auto` is float32 on a CPU and bfloat16 on a GPU, with float32 copies that are trained."""
+    """The learner's, likewise; `auto` is float32 on a CPU and bfloat16 on a GPU, with float32 copies that are trained."""
 
     @model_validator(mode="before")
     @classmethod
@@ -278,7 +278,7 @@ class EvalSection(Section):
     samples: int = Field(default=1, ge=1)
     """Attempts at each task."""
     k: tuple[int, ...] = (1,)
-    """The chance that one of so many attempts passes is told for each of these; none may be above `samples`."""
+    """For each of these, the chance that one of so many attempts passes is reported; none may be above `samples`."""
     passes: float = 1.0
     """Reward from which an attempt counts as passed."""
     rows: str = ""
@@ -364,7 +364,7 @@ class PoolSection(Section):
     name: str = "sqlite"
     """`sqlite`, `postgres`, or `memory`, which forgets and cannot be resumed."""
     url: str = ""
-    """Of the PostgreSQL database, without its password: `postgresql://user@host/name`."""
+    """The address of the PostgreSQL database, without its password: `postgresql://user@host/name`."""
     lease_s: float = Field(default=3600.0, gt=0)
     """How long a trainer may hold groups without a word."""
 
@@ -408,7 +408,7 @@ class ScaleSection(Section):
     name: Literal["none", "ray"] = "none"
     """`none`: all of it in this process. `ray`: rollouts and training are actors of a Ray cluster."""
     address: str = ""
-    """Of a running cluster, such as `10.0.0.1:6379`, or `auto`; empty starts one on this machine for the run."""
+    """The address of a running cluster, such as `10.0.0.1:6379`, or `auto`; empty starts one on this machine for the run."""
 
 
 class TrackSection(Section):
@@ -419,7 +419,7 @@ class TrackSection(Section):
     project: str = Field(default="penstock", min_length=1)
     """What they group runs by; MLflow calls it an experiment."""
     name: str = ""
-    """Of the run there; empty takes `run.name`."""
+    """The run's name there; empty takes `run.name`."""
     mode: Literal["auto", "offline"] = "auto"
     """`auto` is as each is set up by its own environment variables; `offline` keeps everything on this machine."""
     rollouts: int = Field(default=8, ge=0, le=1000)
@@ -438,7 +438,7 @@ class RunConfig(Section):
     train: TrainSection = TrainSection()
     eval: EvalSection = EvalSection()
     engine: SerializeAsAny[EngineSection] = EmbeddedSection()
-    """Of the class that the engine it names has; `make_config` sees to that."""
+    """An instance of the section class of the engine that it names; `make_config` sees to that."""
     pool: PoolSection = PoolSection()
     gateway: GatewaySection = GatewaySection()
     scale: ScaleSection = ScaleSection()

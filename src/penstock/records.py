@@ -125,7 +125,7 @@ class Sampling:
     only_ids: tuple[int, ...] = ()
     """If there are any, all others have probability 0: those with a `logit_bias` of 100."""
     top_logprobs: int = 0
-    """How many of the most likely tokens are told with each sampled one."""
+    """How many of the most likely tokens are reported with each sampled one."""
 
     @property
     def truncated(self) -> bool:
@@ -193,7 +193,7 @@ class Step:
 
     Tokens that the grammar or the caller does not allow are left out of both."""
     behaviour_known: bool = True
-    """False: the engine told the plain log-probabilities only, which `logprobs` then holds, not those that it sampled with."""
+    """False: the engine reported plain log-probabilities only. `logprobs` then holds these, not those that it sampled with."""
     versions: tuple[int, ...]
     """Per token: the policy version that the engine served, not the one the caller hoped for."""
     sampling: Sampling
@@ -212,7 +212,7 @@ class Step:
     context: str = ""
     """Digest of the token ids that the engine saw and sampled, from the first of the prompt to the last of the reply."""
     usage: Usage | None = None
-    """Of a reply that an endpoint gave as text: it has no token ids and is never trained. None where tokens are recorded."""
+    """Token counts of a reply that came as text: it has no token ids and is never trained. None where tokens are recorded."""
     policy: str = ""
     """The policy that was asked, of those in `[policies.*]`; empty in a run without them."""
     kept: tuple[bytes, ...] = ()
@@ -355,7 +355,7 @@ class Group:
 
     @property
     def rewards(self) -> list[float]:
-        """Of `graded`, in the same order."""
+        """The rewards of `graded`, in the same order."""
         return [a.reward for a in self.graded if a.reward is not None]
 
 
@@ -385,7 +385,7 @@ class Sequence:
     advantages: tuple[float, ...]
     """Per token; 0 where not trained."""
     weight: float
-    """Of each trained token in the loss: rollouts weigh the same, however many sequences they made."""
+    """The weight of each trained token in the loss: rollouts weigh the same, however many sequences they made."""
     versions: tuple[int, ...] = field(default=())
     """Per token: the policy version that sampled it; -1 where not trained."""
     steps: tuple[int, ...] = field(default=())

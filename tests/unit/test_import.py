@@ -40,7 +40,7 @@ def test_the_check_itself_sees_a_loaded_module_and_when_it_was_loaded():
 
 @pytest.mark.parametrize(
     ("commands", "status", "modules"),
-    [pytest.param(HELP, 0, (*HEAVY, "aiohttp"), id="help"), pytest.param(BAD_INPUT, 2, HEAVY, id="bad input")],
+    [pytest.param(HELP, 0, (*HEAVY, "aiohttp", "numpy"), id="help"), pytest.param(BAD_INPUT, 2, HEAVY, id="bad input")],
 )
 def test_help_and_refusals_of_bad_input_load_nothing_heavy(commands, status, modules):
     each = f"assert run(each) == {status}, each\n    tell()"

@@ -21,7 +21,7 @@ INDEX = (
     "CREATE UNIQUE INDEX IF NOT EXISTS secrets_by_name ON secrets (name, scope, (CASE scope WHEN 'user' THEN person ELSE '' END))"
 )
 COLUMNS = "seq, id, name, scope, sealed, created_at, updated_at, creator, updater"
-"""Of the table that an older version made, which had no `person`."""
+"""The columns of the table that an older version made, which had no `person`."""
 NAME = re.compile(r"[A-Z][A-Z0-9_]*")
 LONGEST_NAME, LARGEST_VALUE = 255, 65_536
 """In characters; bounded by what a process environment can hold."""

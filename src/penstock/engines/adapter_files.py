@@ -18,7 +18,7 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 UNSUPPORTED = (
     "use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "layers_to_transform",
 )  # fmt: skip
-"""Settings of PEFT that would be ignored."""
+"""Settings of PEFT that change what an adapter adds; `bias` is another."""
 BASE_DIGEST = "base_sha256"
 """Entry of the weights file's metadata."""
 
@@ -52,16 +52,7 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
         raise ModelError(f"{file}: no adapter that can be read ({type(cause).__name__}: {cause}); restore a copy") from cause
     if unknown := [name for name in wanted if name not in LORA_MODULES]:
         raise ModelError(f"{file}: adds to {unknown[0]!r}; adapters of {', '.join(LORA_MODULES)} are supported")
-    refused = (
-        "use_dora",
-        "use_rslora",
-        "modules_to_save",
-        "rank_pattern",
-        "alpha_pattern",
-        "fan_in_fan_out",
-        "layers_to_transform",
-    )
-    if used := [key for key in refused if config.get(key)] + (["bias"] if config.get("bias", "none") != "none" else []):
+    if used := [key for key in UNSUPPORTED if config.get(key)] + (["bias"] if config.get("bias", "none") != "none" else []):
         raise ModelError(f"{file}: {used[0]} is not supported; give a plain LoRA adapter")
     return found._replace(base_digest=digest)
 

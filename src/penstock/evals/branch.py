@@ -41,7 +41,7 @@ class StepValue(NamedTuple):
 
     step: int
     group: str
-    """Of the continuations."""
+    """The group that the continuations are in."""
     value: Estimate | None
     """Mean reward of the continuations that completed; None if none did."""
     gain: float | None
@@ -61,7 +61,7 @@ class BranchReport:
     folder: str
     model: str
     reward: float | None
-    """Of the recorded rollout."""
+    """The recorded rollout's."""
     status: str
     """"finished", or "stopped" if the same command goes on."""
     steps: list[StepValue]

@@ -8,7 +8,7 @@ from statistics import NormalDist
 from typing import NamedTuple
 
 DRAWS = 2000
-"""Of each bootstrap and permutation test: enough to fix the second digit of a 95 % interval."""
+"""Draws of each bootstrap and permutation test: enough to fix the second digit of a 95 % interval."""
 LEVEL = 0.95
 
 
@@ -60,7 +60,7 @@ def estimate_draws(values: Sequence[float]) -> Estimate:
 
 
 def difference(first: Sequence[float], second: Sequence[float], *, seed: int = 0) -> Difference:
-    """Of two evaluations of the same tasks, in the same order: paired, as a task's own difficulty is no difference."""
+    """Compare two evaluations of the same tasks, in the same order: paired, as a task's own difficulty is no difference."""
     gains = [after - before for before, after in zip(first, second, strict=True)]
     low, high = _interval(tuple(gains), seed)
     return Difference(_mean(gains), low, high, _sign_flips(gains, seed))

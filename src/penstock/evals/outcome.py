@@ -35,7 +35,7 @@ class EvalOutcome:
     passes: dict[int, Estimate]
     """pass@k by k."""
     components: dict[str, Estimate] = field(default_factory=dict[str, Estimate])
-    """Of each named part of the reward, as `reward`: an attempt that lacks it counts as 0."""
+    """The mean of each named part of the reward; an attempt that lacks it counts as 0."""
     ends: dict[str, int]
     reasons: dict[str, dict[str, int]]
     """For each end other than completed: its ten most common messages, with counts."""

@@ -43,14 +43,14 @@ class JudgedRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreStatistics:
-    """Of scores; None where there are none."""
+    """Statistics of some scores; None if there are no scores."""
 
     count: int
     mean: float | None
     low: float | None
     high: float | None
     deviation: float | None
-    """Of this population, not an estimate."""
+    """The standard deviation of these scores, not an estimate for others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ class RubricResult:
     samples: int
     rows: tuple[JudgedRow, ...]
     statistics: ScoreStatistics
-    """Of all scores together."""
+    """Over all scores together."""
 
     @property
     def errors(self) -> int:
@@ -113,7 +113,7 @@ async def judge_file(
 
 
 def statistics(scores: Sequence[float]) -> ScoreStatistics:
-    """Of any number of scores."""
+    """Works for any number of scores, also none."""
     if not scores:
         return ScoreStatistics(count=0, mean=None, low=None, high=None, deviation=None)
     return ScoreStatistics(count=len(scores), mean=mean(scores), low=min(scores), high=max(scores), deviation=pstdev(scores))

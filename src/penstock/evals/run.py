@@ -51,7 +51,7 @@ class Evaluation:
     resumed: int
     """Attempts that an earlier process had made."""
     seconds: float
-    """Of this process, loading left out."""
+    """How long this process took, loading left out."""
     notices: dict[str, int] = field(default_factory=dict[str, int])
     """What the gateway did not do as agents asked, by name: capped lengths, replies that were cut, ignored fields."""
     prices: Prices | None = None

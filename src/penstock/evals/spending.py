@@ -13,7 +13,7 @@ from penstock.records import Attempt, Node, Step
 
 
 class Prices(NamedTuple):
-    """Of a million tokens, in whatever currency the user wrote them."""
+    """Prices of a million tokens, in whatever currency the user wrote them."""
 
     prompt: float
     completion: float
@@ -51,9 +51,9 @@ class Spending:
     cost: float | None
     """By `engine.price_in` and `engine.price_out`; None where there are none, or where an endpoint did not tell its tokens."""
     call_s: Latency | None
-    """Of model calls; None where there are none."""
+    """Latency of model calls; None if there were none."""
     rollout_s: Latency | None
-    """Of rollouts, grading included; None where that is not known."""
+    """Latency of rollouts, grading included; None if it is not known."""
 
     def as_json(self) -> dict[str, Any]:
         times = {"call_s": self.call_s and self.call_s._asdict(), "rollout_s": self.rollout_s and self.rollout_s._asdict()}

@@ -76,7 +76,7 @@ class WorkerSetup:
     concurrency: int = 1
     """Rollouts whose agents run at once; further ones wait here, so that the next one starts without a round trip."""
     writer_address: str = ""
-    """Of the process that writes the pool for all of them; see `open_writer_process`. Empty if each process writes itself."""
+    """The address of the process that writes the pool for all; see `open_writer_process`. Empty if each process writes itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -114,7 +114,7 @@ class Gateway:
 
     @property
     def base_url(self) -> str:
-        """Of the OpenAI routes, ending in `/v1`."""
+        """The address of the OpenAI routes, ending in `/v1`."""
         return self._sessions.base_url
 
     @property

@@ -150,7 +150,7 @@ class CallSummary:
     prompt_tokens: int = 0
     """As the engine got them; 0 if nothing was sampled, as for a replayed answer."""
     sampled_tokens: int = 0
-    """Of all choices, recorded or not."""
+    """The sum over all choices, recorded or not."""
     first_token_s: float | None = None
     """From the request to the engine until its first token."""
     steps: list[Step] = field(default_factory=list[Step])

@@ -27,7 +27,7 @@ Id = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,199}$")]
 """Safe in a token, a path and a header."""
 Name = Annotated[str, Field(max_length=200)]
 MAX_BYTES, MAX_VALUES = 1 << 20, 1000
-"""Of a body."""
+"""The limits of a body."""
 
 
 class SamplingBody(ControlBody):

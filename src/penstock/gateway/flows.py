@@ -45,7 +45,7 @@ Uid = Annotated[str, Field(max_length=1000)]
 MAX_STEPS, MAX_MESSAGES, MAX_METADATA = 1000, 10_000, 10_000
 """Steps in one submission; messages to reward; JSON values in a small body, such as metadata, and in dataset fields."""
 MAX_SMALL_BYTES = 4 << 20
-"""Of a body without tokens and messages."""
+"""The limit of a body without tokens and messages."""
 MAX_REWARD_BYTES = 8 << 20
 """Rules search the text with regular expressions, which nothing can interrupt."""
 

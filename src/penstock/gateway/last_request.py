@@ -51,7 +51,7 @@ class IncrementalBody:
         along with the end of the conversation, or remove reminders from it."""
         self._salt = b""
         self._hash = sha256()
-        """Of `_who` and the first `_hashed` bytes."""
+        """The hash of `_who` and the first `_hashed` bytes."""
         self._hashed = 0
 
     @property
@@ -138,7 +138,7 @@ class LastRequest:
         self._chains: list[str] = [tools_digest(())]
         """Digest of the tools, then of the path after each of `_messages`."""
         self._weights: list[int] = []
-        """Of the first entries of `_raw`, each with its message; the others are weighed when `weight` is asked for."""
+        """The weights of the first entries of `_raw`, each with its message; the others are weighed when `weight` is asked for."""
         self._tools_weight = 0
 
     @property

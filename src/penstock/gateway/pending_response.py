@@ -39,7 +39,7 @@ def retry_after(error: RequestError) -> bytes:
 
 
 MAX_CACHED_BYTES = 32 << 20
-"""Of complete responses."""
+"""The limit for all complete responses that are kept."""
 
 
 class PendingResponse:

@@ -30,7 +30,7 @@ class PolicySources:
 
     @property
     def names(self) -> list[str]:
-        """Of the policies; empty if there are none."""
+        """The names of the policies; empty if there are none."""
         return [name for name in self.by_name if name]
 
     def choose(self, model: object, transcript: str) -> str:

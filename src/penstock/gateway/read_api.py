@@ -29,10 +29,10 @@ MAX_CHANNELS = 100
 MAX_OFFSET = 1000
 """Bound of `offset`, which reads what it skips; a cursor does not."""
 MAX_TEXT_CHARACTERS = 2_000
-"""Of a reply's text."""
+"""How much is shown of a reply's text."""
 CHANGES_PER_READ = 1000
 MAX_READS = 20
-"""Of changes, for one response."""
+"""How often changes are read for one response."""
 MAX_SCANNED_GROUPS = 100
 """Groups read for one response, of all its channels together, however few entries they give."""
 MAX_IDS = 1_000_000
@@ -40,7 +40,7 @@ MAX_IDS = 1_000_000
 ROLLOUT_CHANGES = ("ended", "graded", "marked")
 Entries = Callable[[Group], Iterable[dict[str, Any]]]
 Marks = dict[int | None, Mark]
-"""Of one rollout, by step; None is the whole rollout."""
+"""The marks of one rollout, by step; None is the whole rollout."""
 
 
 class ChannelCursor(NamedTuple):

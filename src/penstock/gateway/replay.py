@@ -41,7 +41,7 @@ class RecordedCall(NamedTuple):
     """One call of the recorded rollout."""
 
     name: str
-    """Of its answer (`Step.answer`)."""
+    """The name of its answer (`Step.answer`)."""
     request: CallRequest
     steps: list[Step]
     """By choice."""

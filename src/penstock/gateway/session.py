@@ -70,7 +70,7 @@ class Session:
         self.token = tokens.issue(rollout.id)
         """The model token: opens model routes for this rollout, nothing else."""
         self.base_url = base_url
-        """Of the OpenAI routes, ending in `/v1`."""
+        """The address of the OpenAI routes, ending in `/v1`."""
         self.sampling = sampling
         """Defaults for calls; its `max_tokens` is a cap too."""
         self.recording = asyncio.Lock()

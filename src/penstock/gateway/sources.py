@@ -38,7 +38,7 @@ from penstock.gateway.reply import Delta, ReplyBuilder, ReplyText, SampledReply
 from penstock.records import Finish, Message, ReplyGrammar, Sampling, Step, Usage
 
 CLOSING_TAG = re.compile(r"\s*</\w+>")
-"""Of reasoning, before the rest of a reply."""
+"""Ends reasoning, before the rest of a reply."""
 
 
 class CallGrammar(NamedTuple):

@@ -15,7 +15,7 @@ SAMPLED_TOKEN = 110
 
 
 def step_weight(step: Step, node: Node | None) -> int:
-    """Of a step and of the node stored with it."""
+    """Returns the bytes that a step and the node stored with it take in memory."""
     weight = STEP + SAMPLED_TOKEN * len(step.completion_ids) + json_weight(step.message)
     if node is not None:
         weight += PROMPT_TOKEN * len(node.token_ids) + json_weight(node.messages) + json_weight(node.tools)

@@ -168,7 +168,7 @@ class Finding:
     error: str
     """The commonest."""
     reply: str
-    """Of the task where it got most."""
+    """The reply in the task in which it got most."""
     task: str
     """That task's id."""
 

@@ -26,7 +26,7 @@ MAX_OBJECTS = 1000
 MAX_QUOTED_ANSWER = 2000
 """Characters of an unusable answer that are sent back to the judge."""
 TRIES = 3
-"""Of one request, if the endpoint is busy or cannot be reached."""
+"""How often one request is sent if the endpoint is busy or cannot be reached."""
 LONGEST_WAIT_S = 20.0
 _MAX_QUOTED_CHARS = 300
 
@@ -101,7 +101,7 @@ class Endpoint:
     model: str
     key: str = field(default="", repr=False)
     timeout_s: float = 60.0
-    """Of one answer."""
+    """How long one answer may take."""
     temperature: float | None = None
     """None leaves it to the endpoint: some models take none."""
 

@@ -35,13 +35,13 @@ class RubricGraderConfig(GraderConfig):
     model: str
     """`openai/gpt-5-mini` and the like; with `url`, whatever that endpoint calls it."""
     url: str = ""
-    """Of an OpenAI-compatible endpoint, up to `/v1`; empty: the provider's that the model's name begins with."""
+    """The address of an OpenAI-compatible endpoint, up to `/v1`; empty: the provider's that the model's name begins with."""
     api_key_env: str = ""
     """The environment variable of the key; empty: the provider's usual one, or none with `url`."""
     score_min: float = 0.0
     score_max: float = 1.0
     timeout_s: float = Field(default=30.0, gt=0)
-    """Of one answer; `rollout.grader_timeout_s` holds for the whole verdict, with a second try."""
+    """How long one answer may take; `rollout.grader_timeout_s` holds for the whole verdict, with a second try."""
     temperature: float | None = Field(default=None, ge=0)
     """None leaves it to the endpoint."""
 

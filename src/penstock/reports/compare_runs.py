@@ -78,7 +78,7 @@ async def _read(path: Path) -> _RunRewards:
 
 
 def _mean(group: Group) -> float:
-    """Of a group's rewards; a rollout that was not graded counts as 0."""
+    """Returns the mean of a group's rewards; a rollout that was not graded counts as 0."""
     rewards = [attempt.reward or 0.0 for attempt in group.attempts]
     return sum(rewards) / len(rewards) if rewards else 0.0
 

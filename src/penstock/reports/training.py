@@ -35,7 +35,7 @@ class Recording(NamedTuple):
 
     calls: int
     exact: Exactness
-    """Of the rollouts that the transcripts are chosen from."""
+    """Counted over the rollouts that the transcripts are chosen from."""
 
 
 class HeldoutReward(NamedTuple):

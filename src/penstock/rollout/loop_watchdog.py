@@ -22,7 +22,7 @@ from typing import Any
 from penstock.events import Events
 
 NOTICE_S = 2.0
-"""A block of this length is told, once for each line."""
+"""A block of this length is reported, once for each line."""
 BREAK_S = 10.0
 """One of this length is broken off, or sooner if its deadline is."""
 POLL_S = 0.5
@@ -66,7 +66,7 @@ class _Block:
 class LoopWatchdog:
     """Watches one event loop while author's code runs in it. `home` is the author's folder.
 
-    Without `breaks_off`, blocks are only told: for loops that do not serve the gateway, where a blocking call does return.
+    Without `breaks_off`, blocks are only reported: for loops that do not serve the gateway, where a blocking call does return.
     """
 
     def __init__(self, home: Path, events: Events, *, breaks_off: bool = True) -> None:

@@ -23,7 +23,7 @@ class Utterance(NamedTuple):
 
     kind: str
     text: str
-    """Of a call: its arguments."""
+    """The text of a message, or the arguments of a call."""
     name: str = ""
 
 

@@ -58,7 +58,7 @@ class LiveGroup:
     """By place, of its latest attempt; None while that runs."""
     rollouts: dict[int, Rollout]
     tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict[str, asyncio.Task[None]])
-    """Of the attempts that run, by rollout id."""
+    """The asyncio tasks of the attempts that run, by rollout id."""
     topped_up: int = 0
     expired: bool = False
     timer: asyncio.TimerHandle | None = None

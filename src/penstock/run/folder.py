@@ -60,7 +60,7 @@ class RunFolder:
 
     @property
     def id(self) -> str:
-        """Names the run in its pool and its checkpoints, so that those of another one are told; empty in older runs."""
+        """Names the run in its pool and its checkpoints, so that those of another run are recognized; empty in older runs."""
         return (self._read("config.json") or {}).get("id", "")
 
     def config(self) -> RunConfig:

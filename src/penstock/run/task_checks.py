@@ -1,4 +1,4 @@
-"""What can be told of a run's tasks before it begins: labels that are missing, prompts that the model cannot read whole."""
+"""Checks of a run's tasks before it begins: labels that are missing, prompts that the model cannot read whole."""
 
 import inspect
 from collections.abc import Callable, Sequence

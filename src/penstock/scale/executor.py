@@ -33,7 +33,7 @@ class RaySection(Section):
     """`[executor]` for `rollout.executor = "ray"`."""
 
     address: str = ""
-    """Of a running cluster; empty starts one on this machine. Refused within `[scale] name = "ray"`."""
+    """The address of a running cluster; empty starts one on this machine. Refused within `[scale] name = "ray"`."""
     workers: int = Field(default=2, ge=1)
     """Processes that run agents, spread over the nodes of the cluster."""
     concurrency: int = Field(default=256, ge=1)

@@ -63,7 +63,7 @@ class AgentFlowManager:
 
     @property
     def locations(self) -> list[WorkerLocation]:
-        """Of the living workers."""
+        """The locations of the living workers."""
         return [worker.location for worker in self._workers]
 
     async def open(self) -> None:

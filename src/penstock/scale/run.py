@@ -32,7 +32,7 @@ from penstock.train.branched import refuse_branches
 from penstock.train.summary import Summary, finished_summary
 
 COPIES = 3
-"""Of the weights in the object store at once: the version that is served, the one that comes, and one on its way."""
+"""Copies of the weights in the object store at once: the version that is served, the one that comes, and one on its way."""
 CLOSE_S = 10.0
 
 

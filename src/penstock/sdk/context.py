@@ -89,7 +89,7 @@ class GraderContext:
     project_path: Path | None = None
     """The folder of the file that holds the grader."""
     reward: float | None = None
-    """Of the whole rollout; None if only its transcripts or steps were graded."""
+    """The reward of the whole rollout; None if only its transcripts or steps were graded."""
     step_rewards: dict[int, float] = field(default_factory=dict[int, float])
     """By the index of the call."""
     components: dict[str, float] = field(default_factory=dict[str, float])

@@ -39,7 +39,7 @@ PLACEHOLDER_NAMES = (PLACEHOLDER_MODEL, REQUEST_MODEL)
 MAIN = "main"
 """The transcript of an agent that names none."""
 NAME = re.compile(r"[!-~]([ -~]{0,198}[!-~])?")
-"""Of a transcript: the name is sent as a header."""
+"""What may name a transcript: the name is sent as a header."""
 
 _active: contextvars.ContextVar["RolloutContext | None"] = contextvars.ContextVar("penstock_rollout", default=None)
 
@@ -57,12 +57,12 @@ class RolloutContext:
     """A context manager: inside it, model calls belong to this rollout, in child tasks and in threads too. Contexts nest."""
 
     base_url: str
-    """Of the gateway's OpenAI routes, ending in `/v1`."""
+    """The address of the gateway's OpenAI routes, ending in `/v1`."""
     api_key: str = field(repr=False)
     """The rollout's model token: opens model routes, nothing else."""
     rollout_id: str = ""
     group_id: str = ""
-    """Of all attempts at the same task."""
+    """Shared by all attempts at the same task."""
     channel: str = "train"
     flow_token: str = field(default="", repr=False)
     """Lets a flow submit, grade and complete this rollout; empty for untrusted agents."""

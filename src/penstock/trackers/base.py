@@ -1,4 +1,4 @@
-"""What a tracker is told of a run, and the class that each derives from."""
+"""What a tracker receives of a run, and the class that each derives from."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -64,7 +64,7 @@ class RolloutTrace:
     """The message that it ended with."""
     reward: float | None
     grades: Mapping[str, float]
-    """Of the whole rollout, by source."""
+    """The grades of the whole rollout, by source."""
     version: int | None
     """The oldest policy version that sampled it."""
     transcripts: Mapping[str, Sequence[Message]]

@@ -1,7 +1,7 @@
 """`penstock gateway --open` in a process of its own: the unauthenticated protocol, on this machine only."""
 
 import pytest
-from cli_cases import USER, ran, served
+from cli_cases import USER, called, served
 
 
 def test_an_open_gateway_takes_a_flow_the_whole_way_without_a_token(tmp_path):
@@ -33,8 +33,8 @@ def test_a_gateway_asks_for_tokens_unless_it_is_told_otherwise(tmp_path):
         assert answer[0] == 422 and "nowhere" in answer[1]["detail"]
 
 
-def test_an_open_gateway_on_another_interface_is_refused_in_one_line():
-    result = ran("gateway", "--open", "--host", "0.0.0.0")
+def test_an_open_gateway_on_another_interface_is_refused_in_one_line(tmp_path):
+    result = called(tmp_path, "gateway", "--open", "--host", "0.0.0.0")
     assert result.returncode == 2 and result.stdout == ""
     assert "this machine only" in result.stderr and len(result.stderr.strip().splitlines()) == 1
 

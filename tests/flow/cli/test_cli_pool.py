@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_cases import USER, ran, served
+from cli_cases import USER, called, served
 
 from penstock.cli.app import run
 from penstock.cli.pool import app
@@ -245,11 +245,11 @@ def test_a_gateway_that_serves_is_looked_into_and_goes_on(tmp_path: Path) -> Non
         opened = gateway.rollout()
         for _ in range(2):
             assert gateway.chat(opened["token"], USER)[0] == 200
-            assert ran("pool", "verify", tmp_path / "run").returncode == 0
-        stats = json.loads(ran("pool", "stats", tmp_path / "run", "--json").stdout)
+            assert called(tmp_path, "pool", "verify", tmp_path / "run").returncode == 0
+        stats = json.loads(called(tmp_path, "pool", "stats", tmp_path / "run", "--json").stdout)
         assert stats["channels"]["adhoc"]["steps"] == 2
-        assert opened["rollout_id"] in ran("pool", "show", tmp_path / "run", opened["rollout_id"]).stdout
-        assert ran("pool", "compact", tmp_path / "run").returncode == 1
+        assert opened["rollout_id"] in called(tmp_path, "pool", "show", tmp_path / "run", opened["rollout_id"]).stdout
+        assert called(tmp_path, "pool", "compact", tmp_path / "run").returncode == 1
         assert gateway.chat(opened["token"], USER)[0] == 200
         assert gateway.stop()[0] == 0
 

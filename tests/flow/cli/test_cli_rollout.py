@@ -5,7 +5,7 @@ import signal
 import subprocess
 
 import pytest
-from cli_cases import environment, penstock, ran
+from cli_cases import called, environment, penstock
 
 AGENT = """
 from penstock import AgentWorkflow, Grader
@@ -48,7 +48,7 @@ def test_server_says_once_where_it_serves_and_stops_on_a_signal(agent, tmp_path,
     ],
 )
 def test_what_cannot_be_served_is_one_line_and_exit_code_2(agent, tmp_path, arguments, words):
-    done = ran("rollout", "serve", *arguments, *([] if "--port" in arguments else ["--port", 0]), "--json", cwd=tmp_path)
+    done = called(tmp_path, "rollout", "serve", *arguments, *([] if "--port" in arguments else ["--port", 0]), "--json")
     assert (done.returncode, done.stderr) == (2, "")
     assert words in json.loads(done.stdout)["error"]["message"]
 
@@ -58,5 +58,5 @@ def test_port_that_is_taken_is_said_with_a_remedy(agent, tmp_path):
 
     with bind("127.0.0.1", 0) as taken:
         taken.listen()
-        done = ran("rollout", "serve", agent, "--port", taken.getsockname()[1], cwd=tmp_path)
+        done = called(tmp_path, "rollout", "serve", agent, "--port", taken.getsockname()[1])
     assert (done.returncode, "give another --port" in done.stderr) == (2, True)

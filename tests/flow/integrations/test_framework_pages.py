@@ -9,7 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from cli_cases import ran
+from cli_cases import called
 from framework_cases import call, outcome_of
 
 from penstock.cli.app import run
@@ -138,7 +138,7 @@ def test_structured_output_of_langchain_comes_from_a_model_that_never_learned_it
     (tmp_path / "agent.py").write_text(STRUCTURED.replace("METHOD", method) + GRADER)
     (tmp_path / "tasks.jsonl").write_text('{"prompt": "Is it 42?"}\n')
     (tmp_path / "train.toml").write_text('model.name = "tiny"\ndataset.train = "tasks.jsonl"\nsampling.max_tokens = 200\n')
-    done = ran("train", "train.toml", "--dry-run", cwd=tmp_path)
+    done = called(tmp_path, "train", "train.toml", "--dry-run")
     assert done.returncode == 0 and "reward      1.000" in done.stdout, (done.stdout, done.stderr)
 
 

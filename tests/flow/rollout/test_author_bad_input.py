@@ -2,14 +2,12 @@
 
 import asyncio
 import json
-import os
 import re
-import subprocess
-import sys
 from contextlib import AsyncExitStack
 from dataclasses import replace
 
 import pytest
+from cli_cases import called
 
 from penstock.chat.renderer import Renderer
 from penstock.config import RolloutSection
@@ -146,14 +144,9 @@ def project(entry):
     return entry.parent
 
 
-def penstock(folder, *arguments):
-    command = [sys.executable, "-c", "from penstock.cli import main; main()", *arguments]
-    return subprocess.run(command, cwd=folder, env={**os.environ}, capture_output=True, text=True, timeout=240)
-
-
 @pytest.mark.slow
 def test_run_with_every_mistake_trains_on_the_rest_and_tells_each(project):
-    done = penstock(project, "train", "train.toml")
+    done = called(project, "train", "train.toml")
     assert done.returncode == 0, done.stderr
     lines = (project / "runs/careless/events.jsonl").read_text().splitlines()
     events = [event for event in map(json.loads, lines) if event["kind"] == "rollout.end"]
@@ -182,7 +175,7 @@ def test_run_with_every_mistake_trains_on_the_rest_and_tells_each(project):
     ],
 )
 def test_mistake_in_the_file_is_one_line_before_anything_starts(project, overrides, words):
-    done = penstock(project, "train", "train.toml", *[part for each in overrides for part in ("--set", each)])
+    done = called(project, "train", "train.toml", *[part for each in overrides for part in ("--set", each)])
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert words in line

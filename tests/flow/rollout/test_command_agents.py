@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cli_cases import ran
+from cli_cases import called
 from command_cases import TALK, TASK, attempted, make, prepared_rollout, write_program
 from process_cases import Bell, gone, working_in
 
@@ -224,7 +224,7 @@ def test_training_run_goes_over_a_program_from_the_folder_of_its_toml(tmp_path, 
     (tmp_path / "agent.py").write_text(f"{TALK}ask(json.load(sys.stdin)['prompt']); print('made')")
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps({"prompt": f"{n}*3"}) + "\n" for n in range(2, 6)))
     (tmp_path / "train.toml").write_text(RUN.replace("COMMAND", sys.executable).replace("EXECUTOR", executor))
-    result = ran("train", tmp_path / "train.toml", "--json", cwd=tmp_path)
+    result = called(tmp_path, "train", "train.toml", "--json")
     told = json.loads(result.stdout)
     assert (told["status"], told["steps"], told["exact_token_rate"]) == ("finished", 2, 1.0), result.stderr
     kept = list((tmp_path / "runs" / "short" / "artifacts").rglob("command-stdout.log"))
@@ -233,7 +233,7 @@ def test_training_run_goes_over_a_program_from_the_folder_of_its_toml(tmp_path, 
 
 @pytest.mark.slow
 def test_training_run_without_its_program_is_refused_in_one_line(tmp_path):
-    result = ran("train", ROOT / "examples/node/train.toml", "--set", 'agent.command=["no-such-program"]', cwd=tmp_path)
+    result = called(tmp_path, "train", ROOT / "examples/node/train.toml", "--set", 'agent.command=["no-such-program"]')
     assert (result.returncode, result.stderr.count("\n"), list(tmp_path.iterdir())) == (2, 1, [])
     assert "no program 'no-such-program' in $PATH; install it" in result.stderr
 

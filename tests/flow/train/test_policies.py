@@ -2,13 +2,12 @@
 
 import asyncio
 import json
-import subprocess
-import sys
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import pytest
+from cli_cases import called
 from judge_double import Answer, judge_double
 
 from penstock.config import RunConfig, load_config
@@ -78,9 +77,8 @@ def evaluated(folder: Path, checkpoint: Path) -> float:
     """The mean reward of 32 rollouts with the policies of a checkpoint."""
     settings = [f'run.folder="{folder}"', f'model.name="{checkpoint}"', "eval.samples=4"]
     given = [part for setting in settings for part in ("--set", setting)]
-    command = [sys.executable, "-c", "from penstock.cli import main; main()", "eval", "run", str(TEAM), "--json", *given]
-    done = subprocess.run(command, capture_output=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr.decode()[-2000:]
+    done = called(folder, "eval", "run", TEAM, "--json", *given)
+    assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)["outcome"]["reward"]["value"]
 
 

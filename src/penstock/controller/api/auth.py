@@ -40,7 +40,7 @@ POLL_INTERVAL_S = 2
 MAX_LOGINS, MAX_LOGINS_OF_CALLER = 500, 10
 """Logins that wait at once, in all and of one address: anyone who reaches the controller can start one."""
 CODE_ALPHABET = "BCDFGHJKLMNPQRSTVWXZ23456789"
-"""Of user codes: no characters that look alike, and no vowels, so that no words occur."""
+"""The characters of user codes: none that look alike, and no vowels, so that no words occur."""
 
 
 class AccessLevel(StrEnum):

@@ -15,7 +15,7 @@ MAX_BODY_BYTES = 4 << 20
 MAX_BODY_VALUES = 20_000
 """JSON values in a body."""
 MAX_STRING_CHARS = 10_000
-"""Of a field that is a name, a path or a code."""
+"""The limit of a field that is a name, a path or a code."""
 
 
 def reply(body: Mapping[str, Any], status: int = 200, **headers: str) -> Response:

@@ -110,7 +110,7 @@ class TrainingProgress:
     steps: int | None
     """Planned steps; None before the first one."""
     reward: float | None
-    """Of the last step."""
+    """The last step's."""
     examples: int
     """Groups that were trained."""
 

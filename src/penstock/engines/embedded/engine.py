@@ -146,7 +146,7 @@ class EmbeddedEngine:
         """Why no more commands are accepted; None while they are."""
         self._closing = False
         self._problem = ""
-        """Of the last step that failed."""
+        """Why the last failed step failed."""
         self._thread = threading.Thread(target=self._run, name=f"penstock-engine-{name}", daemon=True)
         self._thread.start()
 

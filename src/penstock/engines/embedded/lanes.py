@@ -49,7 +49,7 @@ class DrawKind(NamedTuple):
     truncated: bool = False
     """Whether some lane has top-k, top-p or min-p."""
     likely: bool = False
-    """Whether some lane is told the most likely tokens."""
+    """Whether some lane asks for the most likely tokens."""
 
 
 @dataclass(eq=False, slots=True)
@@ -62,7 +62,7 @@ class StepResults:
     kept: Tensor | None = None
     """[lanes, steps, bytes]: a bit for each token that could be drawn; None without truncated sampling."""
     likely: Tensor | None = None
-    """[lanes, steps, 2, MAX_TOP_LOGPROBS]: ids and log-probabilities of the most likely tokens; None if no lane is told."""
+    """[lanes, steps, 2, MAX_TOP_LOGPROBS]: ids and log-probabilities of the most likely tokens; None if no lane asks."""
 
     def read(self) -> NDArray[np.float64]:
         """Wait for them."""

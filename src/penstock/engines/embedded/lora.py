@@ -40,7 +40,7 @@ class ProjectionPart(NamedTuple):
     name: str
     """As in `target_modules`."""
     prefix: str
-    """Of its tensors' names in PEFT's format."""
+    """What its tensors' names begin with in PEFT's format."""
     inputs: int
     outputs: int
 

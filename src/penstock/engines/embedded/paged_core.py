@@ -71,7 +71,7 @@ class StepWindow(NamedTuple):
 
     requests: list[LaneRequest]
     lanes: list[int]
-    """Of the requests, when the steps were queued."""
+    """The lanes of the requests when the steps were queued."""
     steps: int
     results: StepResults
 

@@ -32,7 +32,7 @@ class GatewaySession(Protocol):
 
     @property
     def base_url(self) -> str:
-        """Of the OpenAI routes, ending in `/v1`."""
+        """The address of the OpenAI routes, ending in `/v1`."""
         ...
 
     @property

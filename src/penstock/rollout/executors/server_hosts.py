@@ -26,7 +26,7 @@ KEEPALIVE_S = 4.0
 CANCEL_S = 5.0
 SHORTEST_WAIT_S = 0.05
 MAX_QUOTED_CHARS = 300
-"""Of a server's message, in ours."""
+"""How much of a server's message is quoted in ours."""
 UNAUTHORIZED = (401, 403)
 
 

@@ -68,7 +68,7 @@ class ExecutionResult:
     returned: list[Message] | None = None
     """Messages that the workflow returned; they are sample `main` where no agent reports any."""
     reward: float | None = None
-    """Of the whole rollout, if its grader gave one."""
+    """The reward of the whole rollout, if its grader gave one."""
     step_rewards: dict[int, float] = field(default_factory=dict[int, float])
     """By the index of the call."""
     components: dict[str, float] = field(default_factory=dict[str, float])

@@ -20,7 +20,7 @@ LONGEST_ID = 256
 
 
 class RolloutStatus(StrEnum):
-    """Of a workflow."""
+    """The state of a workflow."""
 
     PENDING = "pending"
     SUCCESS = "success"

@@ -20,14 +20,14 @@ class GeneratedReply(tuple[str, list[int], list[int]]):
     """A reply of the model: unpacks into `text, response_ids, prompt_ids`; the rest are attributes."""
 
     log_probs: list[float] | None
-    """Of `response_ids`; None if the engine gives none."""
+    """The log-probabilities of `response_ids`; None if the engine gives none."""
     stop_reason: str | None
     policy_version: int | None
     """The version that the engine served, at the last token."""
     policy_versions: list[int] | None
     """Per token."""
     step_index: int | None
-    """Of the call in the rollout."""
+    """The index of the call in the rollout."""
 
     def __new__(cls, answer: dict[str, Any]) -> "GeneratedReply":
         """From the body of the gateway's response."""

@@ -18,7 +18,7 @@ from penstock.sdk.clients import Clients
 
 TIMEOUT_S = 600.0
 TRIES = 3
-"""Of a generation that the gateway or the engine was too busy for; the vendors' clients make as many."""
+"""How often a generation is tried if the gateway or the engine is too busy; the vendors' clients try as often."""
 RETRY_STATUSES = (429, 503)
 _MAX_RETRY_AFTER_S = 30.0
 _MAX_QUOTED_CHARS = 300

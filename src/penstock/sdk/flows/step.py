@@ -20,11 +20,11 @@ class SubmittedStep:
     response_ids: list[int]
     """The sampled tokens, and nothing else."""
     reward: float | None = None
-    """Of this call; None leaves it to the grader."""
+    """The reward of this call; None leaves it to the grader."""
     multi_modal_data: Any = None
     """Must be empty: the gateway takes text."""
     rollout_log_probs: list[float] | None = None
-    """Of `response_ids`; None takes those that the gateway recorded."""
+    """The log-probabilities of `response_ids`; None takes those that the gateway recorded."""
     routed_experts: Any = None
     """Must be empty."""
     trajectory_uid: str = ""
