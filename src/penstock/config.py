@@ -197,7 +197,7 @@ class TrainSection(Section):
     reference_every: int = Field(default=16, ge=1)
     """Updates between two copies of a moving reference."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """The estimate of the divergence from a token's two log-probabilities: their gap, half its square, or the one never negative."""
+    """Estimates the divergence from a token's two log-probabilities: their gap, half its square, or the one never negative."""
     kl_in: Literal["loss", "reward"] = "loss"
     """`loss`: a term of its own. `reward`: taken off the reward before credit is given; `k1` is for this alone."""
     entropy: float = Field(default=0.0, ge=0)
