@@ -16,6 +16,7 @@ from penstock.records import End
 ROWS, SAMPLES, AT_ONCE = 258, 4, 32
 ENGINE = Path(__file__).parents[1] / "helpers" / "cli_engine"
 AGENT = """
+import asyncio
 import os
 from penstock import AgentWorkflow, Grader, get_rollout_context
 
@@ -25,6 +26,8 @@ class Asker(AgentWorkflow):
         ledger = os.open("ledger", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         os.write(ledger, f"{os.environ['LIFE']} {name}\\n".encode())
         os.close(ledger)
+        if ctx.metadata["n"] == int(os.environ["HELD_ROW"]):
+            await asyncio.Event().wait()
         await ctx.openai().chat.completions.create(model="any", messages=ctx.prompt, max_tokens=16)
 
 class Even(Grader):
@@ -50,16 +53,17 @@ def project(tmp_path) -> Path:
     return tmp_path
 
 
-def started(project: Path, life: int) -> subprocess.Popen[str]:
-    """The command, just begun."""
+def started(project: Path, life: int, *, held_row: int = -1) -> subprocess.Popen[str]:
+    """The command, just begun. It does not end before the rollouts of the held row, which wait for ever."""
     command = [sys.executable, "-c", "from penstock.cli import main; main()", "eval", "run", "eval.toml", "--json"]
-    named = os.environ | {"PYTHONPATH": str(ENGINE), "LIFE": str(life)}
+    named = os.environ | {"PYTHONPATH": str(ENGINE), "LIFE": str(life), "HELD_ROW": str(held_row)}
     return subprocess.Popen(command, cwd=project, env=named, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def evaluate(project: Path, life: int, *, kill: bool) -> str:
     """Run the command; killed in the middle, or to its end, whose result comes back."""
-    with started(project, life) as process:
+    last_row = (project / "tasks.jsonl").read_text().count("\n") - 1
+    with started(project, life, held_row=last_row if kill else -1) as process:
         try:
             for line in process.stderr:
                 done, slash, total = line.partition(" ")[0].partition("/")

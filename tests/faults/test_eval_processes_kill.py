@@ -82,7 +82,7 @@ def test_the_same_command_right_after_a_kill_waits_for_processes_that_do_not_let
 
 @pytest.mark.slow
 def test_where_the_process_that_writes_for_all_is_killed_the_command_says_so_and_the_same_one_goes_on(project: Path) -> None:
-    with started(project, 1) as process:
+    with started(project, 1, held_row=ROWS - 1) as process:
         said, writer = list[str](), None
         for line in process.stderr:
             said.append(line)
