@@ -1,9 +1,8 @@
 """Runs penstock commands in forked children of one process that has imported everything: a command costs no start-up.
 
-python forked_commands.py, then one JSON object per line on stdin: {"arguments", "cwd", "timeout_s", "kill_s", "kill_line"}. Each is
-answered with a line: {"code", "out", "err", "seconds"}. A child is killed after `kill_s`, or once the event log of its run has
-`kill_line` lines; its code is then -9. It is None for a child that hung. File modes hold for
-children of root too.
+python forked_commands.py, then one JSON object per line on stdin: {"arguments", "cwd", "timeout_s", "kill_s", "kill_line", "log"}.
+Each is answered with a line: {"code", "out", "err", "seconds"}. A child is killed after `kill_s`, or once the event log of its run,
+`log`, has `kill_line` lines; its code is then -9. It is None for a child that hung. File modes hold for children of root too.
 """
 
 import ctypes
@@ -12,11 +11,14 @@ import json
 import os
 import select
 import signal
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 MODULES = (
     "openai.resources.chat", "openai.resources.responses", "scripted", "httptools", "truststore", "uvicorn", "torch._dynamo",
@@ -26,6 +28,49 @@ MODULES = (
     "penstock.train.verify", "penstock.workspace.opening",
 )  # fmt: skip
 """Imported once, for all children. Nothing is computed here, so that no thread exists when they are forked."""
+SCRIPTS = Path(__file__).parent / "killed_run"
+KILLED = -signal.SIGKILL
+
+
+class Answer(NamedTuple):
+    code: int | None
+    out: str
+    err: str
+    seconds: float
+
+
+class Commands:
+    """The process that runs commands, from outside."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self._process = process
+
+    def run(
+        self,
+        cwd: Path,
+        arguments: list[str],
+        *,
+        timeout_s: float = 60.0,
+        kill_s: float | None = None,
+        kill_line: int | None = None,
+        log: str = "runs/run/events.jsonl",
+    ) -> Answer:
+        request = {"arguments": arguments, "cwd": str(cwd), "timeout_s": timeout_s}
+        request |= {"kill_s": kill_s, "kill_line": kill_line, "log": log}
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return Answer(**json.loads(self._process.stdout.readline()))
+
+
+@contextmanager
+def open_commands() -> Generator[Commands]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(SCRIPTS)}
+    command = [sys.executable, __file__]
+    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield Commands(process)
+        assert process.stdin is not None
+        process.stdin.close()
 
 
 def run_child(request: dict[str, Any], out: int, err: int) -> None:
@@ -74,9 +119,9 @@ def wait(pid: int, seconds: float) -> int | None:
         os.close(descriptor)
 
 
-def wait_lines(pid: int, cwd: Path, lines: int) -> int | None:
+def wait_lines(pid: int, log: Path, lines: int) -> int | None:
     """The exit code of a child, or None once the event log of its run has so many lines."""
-    while (cwd / "runs/run/events.jsonl").read_bytes().count(b"\n") < lines:
+    while not log.exists() or log.read_bytes().count(b"\n") < lines:
         if (code := wait(pid, 0.002)) is not None:
             return code
     return None
@@ -89,7 +134,8 @@ def serve(request: dict[str, Any]) -> dict[str, Any]:
         if pid == 0:
             run_child(request, out.fileno(), err.fileno())
         kill_s, kill_line = request["kill_s"], request["kill_line"]
-        code = wait_lines(pid, Path(request["cwd"]), kill_line) if kill_line else wait(pid, kill_s or request["timeout_s"])
+        log = Path(request["cwd"], request["log"])
+        code = wait_lines(pid, log, kill_line) if kill_line else wait(pid, kill_s or request["timeout_s"])
         if code is None:
             os.killpg(pid, signal.SIGKILL)
             killed = wait(pid, 30)
@@ -103,7 +149,6 @@ def serve(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    sys.path.insert(0, str(Path(__file__).parent / "killed_run"))
     for name in MODULES:
         importlib.import_module(name)
     answers = os.fdopen(os.dup(1), "w")

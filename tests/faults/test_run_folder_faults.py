@@ -10,9 +10,6 @@ import os
 import random
 import secrets
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Generator, Iterator
@@ -23,11 +20,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from forked_commands import KILLED, Answer, Commands, open_commands
 from test_train_kill import CONFIG, GROUPS, HERE, SIZE, ledger, make_model, with_pool
 
 FULL = os.environ.get("PENSTOCK_FAULTS") == "full"
 KILLS = 50 if FULL else 1
-CASE_S = 60.0
 STEPS, MORE = 3, 5
 NEWEST = "checkpoints/000003"
 
@@ -42,38 +39,6 @@ COMMANDS: dict[str, list[str]] = {
 }
 TELLING = {"metrics.jsonl": "train again", "evals.json": "train again", "summary.json": "train again", "report.html": "report"}
 """The command of `make test` for a file; for others it is `resume`."""
-
-
-class Answer(NamedTuple):
-    code: int | None
-    out: str
-    err: str
-    seconds: float
-
-
-class Commands:
-    """Runs commands in children of a process that has imported penstock; see `forked_commands.py`."""
-
-    def __init__(self, process: "subprocess.Popen[str]") -> None:
-        self._process = process
-
-    def run(self, cwd: Path, arguments: list[str], *, kill_s: float | None = None, kill_line: int | None = None) -> Answer:
-        request = {"arguments": arguments, "cwd": str(cwd), "timeout_s": CASE_S, "kill_s": kill_s, "kill_line": kill_line}
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        return Answer(**json.loads(self._process.stdout.readline()))
-
-
-@contextmanager
-def open_commands() -> Generator[Commands]:
-    program = Path(__file__).parent / "forked_commands.py"
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    command = [sys.executable, str(program)]
-    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        yield Commands(process)
-        assert process.stdin is not None
-        process.stdin.close()
 
 
 @dataclass(frozen=True)
@@ -150,7 +115,7 @@ def make_base(folder: Path, name: str) -> None:
 def kill_in_step(project: Path, commands: Commands) -> None:
     """Take a run up again and kill it when a few rollouts of its next step have ended."""
     lines = (project / "runs/run/events.jsonl").read_bytes().count(b"\n")
-    assert commands.run(project, COMMANDS["resume"], kill_line=lines + 20).code == -signal.SIGKILL
+    assert commands.run(project, COMMANDS["resume"], kill_line=lines + 20).code == KILLED
     assert (project / "runs/run/pool.db-wal").stat().st_size > 0
 
 

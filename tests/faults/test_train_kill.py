@@ -1,22 +1,23 @@
-"""Training runs killed with SIGKILL at random points: what is resumed equals what was never killed."""
+"""Training runs killed with SIGKILL at random points: what is resumed equals what was never killed.
+
+They are forked from a process that has imported everything (`forked_commands.py`): to start an interpreter thirty times is no part
+of these tests.
+"""
 
 import asyncio
 import hashlib
 import json
-import os
 import random
 import re
-import subprocess
-import sys
-import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from itertools import count
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import pytest
 import torch
+from forked_commands import KILLED, Answer, Commands, open_commands
 from killable_process import times
 
 from penstock.engines.embedded.decoder import Decoder, read_decoder_shape
@@ -92,75 +93,81 @@ def make_model(folder: Path) -> Path:
     return folder
 
 
+class Home(NamedTuple):
+    """A folder of runs, and the process that they are forked from."""
+
+    path: Path
+    commands: Commands
+
+    def train(self, name: str, *, every: int = 1, kill_line: int | None = None) -> Answer:
+        write_config(self.path, name, every=every)
+        arguments = ["train", f"{name}.toml", "--json"]
+        return self.commands.run(self.path, arguments, timeout_s=280, kill_line=kill_line, log=f"runs/{name}/events.jsonl")
+
+
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def commands() -> Iterator[Commands]:
+    with open_commands() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory, commands: Commands) -> Home:
     folder = tmp_path_factory.mktemp("killed")
     make_model(folder / "model")
     rows = [{"prompt": f"Number {n}", "label": str(n)} for n in range(20)]
     (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "heldout.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:3]))
-    return folder
+    return Home(folder, commands)
 
 
-def start(home: Path, name: str, *, every: int = 1) -> "subprocess.Popen[bytes]":
-    config = home / f"{name}.toml"
-    if not config.exists():
-        agent = "flaky.py" if name.startswith("flaky") else "team.py" if name.startswith("team") else "agent.py"
-        config.write_text(
-            (CONFIG + (POLICIES if name.startswith("team") else "")).format(
-                name=name,
-                folder=home / "runs",
-                model=home / "model",
-                agent=HERE / agent,
-                advantage=ADVANTAGES.get(name.partition("-")[0], "grpo"),
-                branches=2 if name.startswith("vine") else 0,
-                min_size=SIZE if name.startswith("flaky") else 0,
-                top_up=2 if name == "flaky" else 0,
-                size=SIZE,
-                groups=GROUPS,
-                steps=STEPS,
-                every=every,
-                method="lora" if name.startswith(("lora", "team")) else "full",
-            )
+def write_config(folder: Path, name: str, *, every: int) -> None:
+    config = folder / f"{name}.toml"
+    if config.exists():
+        return
+    agent = "flaky.py" if name.startswith("flaky") else "team.py" if name.startswith("team") else "agent.py"
+    config.write_text(
+        (CONFIG + (POLICIES if name.startswith("team") else "")).format(
+            name=name,
+            folder="runs",
+            model=folder / "model",
+            agent=HERE / agent,
+            advantage=ADVANTAGES.get(name.partition("-")[0], "grpo"),
+            branches=2 if name.startswith("vine") else 0,
+            min_size=SIZE if name.startswith("flaky") else 0,
+            top_up=2 if name == "flaky" else 0,
+            size=SIZE,
+            groups=GROUPS,
+            steps=STEPS,
+            every=every,
+            method="lora" if name.startswith(("lora", "team")) else "full",
         )
-    environment = os.environ | {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", "from penstock.cli import main; main()", "train", str(config), "--json"]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+    )
 
 
-def finish(home: Path, name: str, *, every: int = 1) -> dict[str, object]:
-    process = start(home, name, every=every)
-    out, err = process.communicate(timeout=300)
-    assert process.returncode == 0, (out + err).decode()[-2000:]
-    return json.loads(out)
+def finish(home: Home, name: str, *, every: int = 1) -> dict[str, object]:
+    answer = home.train(name, every=every)
+    assert answer.code == 0, (answer.out + answer.err)[-2000:]
+    return json.loads(answer.out)
 
 
-def kill_after(home: Path, name: str, lines: int, *, every: int = 1) -> bool:
+def kill_after(home: Home, name: str, lines: int, *, every: int = 1) -> bool:
     """Start or resume the run and kill it once it has told `lines` more events; False where it ended before that."""
-    log = home / "runs" / name / "events.jsonl"
-    goal = lines + (log.read_bytes().count(b"\n") if log.exists() else 0)
-    process = start(home, name, every=every)
-    deadline = time.monotonic() + 300
-    while process.poll() is None and time.monotonic() < deadline:
-        if log.exists() and log.read_bytes().count(b"\n") >= goal:
-            process.kill()
-            process.communicate(timeout=30)
-            return True
-        time.sleep(0.002)
-    process.communicate(timeout=30)
-    return False
+    log = home.path / "runs" / name / "events.jsonl"
+    told = log.read_bytes().count(b"\n") if log.exists() else 0
+    return home.train(name, every=every, kill_line=told + lines).code == KILLED
 
 
-def weights(home: Path, name: str) -> str:
+def weights(home: Home, name: str) -> str:
     """The digest of the newest weights: of all adapters, where there are several policies."""
-    newest = max((home / "runs" / name / "checkpoints").glob("[0-9]*"))
+    newest = max((home.path / "runs" / name / "checkpoints").glob("[0-9]*"))
     files = sorted(newest.rglob("adapter_model.safetensors")) or [newest / "model.safetensors"]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
-def with_pool(home: Path, name: str, read: Callable[[Pool], Awaitable[T]]) -> T:
+def with_pool(folder: Path, name: str, read: Callable[[Pool], Awaitable[T]]) -> T:
     async def whole() -> T:
-        pool = POOLS.load("sqlite")(home / "runs" / name)
+        pool = POOLS.load("sqlite")(folder / "runs" / name)
         try:
             return await read(pool)
         finally:
@@ -190,20 +197,20 @@ async def ends(pool: Pool) -> Counter[str]:
     return counted
 
 
-def check_run(home: Path, name: str) -> Counter[str]:
+def check_run(home: Home, name: str) -> Counter[str]:
     """What was trained is what was acknowledged, once; every step is told once; nothing is left without an end."""
-    entries = [json.loads(line) for line in (home / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+    entries = [json.loads(line) for line in (home.path / "runs" / name / "metrics.jsonl").read_text().splitlines()]
     assert [entry["step"] for entry in entries] == list(range(1, STEPS + 1))
     trained = [group_id for entry in entries for group_id in entry["group_ids"]]
-    assert trained == with_pool(home, name, ledger)
+    assert trained == with_pool(home.path, name, ledger)
     assert len(set(trained)) == STEPS * GROUPS
-    stats = with_pool(home, name, lambda pool: pool.stats("train"))
+    stats = with_pool(home.path, name, lambda pool: pool.stats("train"))
     assert (stats.groups_leased, stats.groups_trained) == (0, STEPS * GROUPS)
-    return with_pool(home, name, ends)
+    return with_pool(home.path, name, ends)
 
 
 @pytest.fixture(scope="module")
-def unkilled(home: Path) -> str:
+def unkilled(home: Home) -> str:
     summary = finish(home, "unkilled")
     assert summary["exact_token_rate"] == 1.0
     return weights(home, "unkilled")
@@ -211,7 +218,7 @@ def unkilled(home: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_runs_killed_at_random_points_end_with_the_same_weights(home: Path, unkilled: str) -> None:
+def test_runs_killed_at_random_points_end_with_the_same_weights(home: Home, unkilled: str) -> None:
     kills, counted, points = 0, Counter[str](), list[int]()
     for number in count():
         name, every, before = f"killed-{number}", 3 if number % 2 else 1, kills
@@ -232,7 +239,7 @@ def test_runs_killed_at_random_points_end_with_the_same_weights(home: Path, unki
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_runs_with_an_adapter_killed_at_random_points_end_with_the_same_adapter(home: Path) -> None:
+def test_runs_with_an_adapter_killed_at_random_points_end_with_the_same_adapter(home: Home) -> None:
     finish(home, "lora")
     points = list[int]()
     for number in range(times(10)):
@@ -246,9 +253,9 @@ def test_runs_with_an_adapter_killed_at_random_points_end_with_the_same_adapter(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_runs_of_several_policies_killed_at_random_points_end_with_the_same_weights(home: Path) -> None:
+def test_runs_of_several_policies_killed_at_random_points_end_with_the_same_weights(home: Home) -> None:
     finish(home, "team")
-    newest = max((home / "runs" / "team" / "checkpoints").glob("[0-9]*"))
+    newest = max((home.path / "runs" / "team" / "checkpoints").glob("[0-9]*"))
     assert sorted(path.name for path in newest.iterdir()) == ["executor", "planner", "state.json"]
     check_run(home, "team")
     kills, points = 0, list[int]()
@@ -269,7 +276,7 @@ def test_runs_of_several_policies_killed_at_random_points_end_with_the_same_weig
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_runs_killed_while_they_branch_end_with_the_same_weights_and_train_no_branch(home: Path) -> None:
+def test_runs_killed_while_they_branch_end_with_the_same_weights_and_train_no_branch(home: Home) -> None:
     finish(home, "vine")
     points = list[int]()
     for number in range(times(10)):
@@ -280,14 +287,14 @@ def test_runs_killed_while_they_branch_end_with_the_same_weights_and_train_no_br
         assert finish(home, name)["steps"] == STEPS
         assert weights(home, name) == weights(home, "vine"), f"killed after {points} events"
         check_run(home, name)
-        branches = with_pool(home, name, lambda pool: pool.groups("branch", limit=1000))
+        branches = with_pool(home.path, name, lambda pool: pool.groups("branch", limit=1000))
         assert len(branches) == STEPS * GROUPS * SIZE  # from the second of two calls of each rollout
         assert {attempt.end for group in branches for attempt in group.attempts} == {End.COMPLETED}
         assert {step.replayed for group in branches for each in group.attempts for step in each.steps if step.index == 0} == {True}
 
 
 @pytest.mark.slow
-def test_kill_between_checkpoints_trains_no_group_twice(home: Path) -> None:
+def test_kill_between_checkpoints_trains_no_group_twice(home: Home) -> None:
     points = [random.randrange(30, 90) for _ in range(2)]
     killed = [kill_after(home, "sparse", lines, every=3) for lines in points]
     assert finish(home, "sparse", every=3)["steps"] == STEPS, f"killed {killed} after {points} events"
@@ -295,38 +302,37 @@ def test_kill_between_checkpoints_trains_no_group_twice(home: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_killed_while_rollouts_fail_tops_up_every_group(home: Path) -> None:
+def test_a_run_killed_while_rollouts_fail_tops_up_every_group(home: Home) -> None:
     points = [random.randrange(40, 90)]
     killed = [kill_after(home, "flaky", lines) for lines in points]
     finish(home, "flaky")
     counted = check_run(home, "flaky")
     print(f"killed {killed} after {points} events: rollouts {dict(counted)}")
-    groups = with_pool(home, "flaky", lambda pool: pool.groups("train"))
+    groups = with_pool(home.path, "flaky", lambda pool: pool.groups("train"))
     assert [attempt.end for group in groups for attempt in group.attempts] == [End.COMPLETED] * (STEPS * GROUPS * SIZE)
     assert counted[End.AGENT_ERROR] + counted[End.LOST] >= STEPS * GROUPS
 
 
 @pytest.mark.slow
-def test_a_run_killed_around_a_group_that_crashes_the_trainer_sets_it_aside_once(home: Path) -> None:
+def test_a_run_killed_around_a_group_that_crashes_the_trainer_sets_it_aside_once(home: Home) -> None:
     points = [random.randrange(20, 70) for _ in range(2)]
     killed = [kill_after(home, "poisoned", lines) for lines in points]
     summary = finish(home, "poisoned")
     assert summary["dropped"] == {"crashed the trainer": 1}, f"killed {killed} after {points} events"
     check_run(home, "poisoned")
-    assert "train-3" not in with_pool(home, "poisoned", ledger)
+    assert "train-3" not in with_pool(home.path, "poisoned", ledger)
 
 
 @pytest.mark.slow
-def test_a_run_none_of_whose_groups_has_enough_completed_rollouts_says_so_and_ends(home: Path) -> None:
-    process = start(home, "flaky-for-ever")
-    out, _ = process.communicate(timeout=300)
-    assert process.returncode == 1
-    assert re.search(r"4\d groups were dropped since the last step.*raise rollout.top_up", out.decode())
+def test_a_run_none_of_whose_groups_has_enough_completed_rollouts_says_so_and_ends(home: Home) -> None:
+    answer = home.train("flaky-for-ever")
+    assert answer.code == 1
+    assert re.search(r"4\d groups were dropped since the last step.*raise rollout.top_up", answer.out)
 
 
 @pytest.mark.slow
 @pytest.mark.soak
-def test_killed_run_of_the_tiny_policy_still_learns_and_trains_no_rollout_twice(tmp_path: Path) -> None:
+def test_killed_run_of_the_tiny_policy_still_learns_and_trains_no_rollout_twice(tmp_path: Path, commands: Commands) -> None:
     steps, groups = 12, 4
     text = (TINY / "train.toml").read_text().replace("[agent]\n", "").replace('"tasks.jsonl"', f'"{TINY / "tasks.jsonl"}"')
     text = re.sub(r"(?m)^(steps|groups_per_step|checkpoint_every) = .*$", "", text)
@@ -335,9 +341,9 @@ def test_killed_run_of_the_tiny_policy_still_learns_and_trains_no_rollout_twice(
     )
     text = text.replace("[run]", f'[agent]\nentry = "{TINY / "agent.py"}"\n[run]\nfolder = "{tmp_path / "runs"}"')
     (tmp_path / "tiny.toml").write_text(text)
-    points = [random.randrange(50, 350) for _ in range(3)]
-    killed = [kill_after(tmp_path, "tiny", lines) for lines in points]
-    finish(tmp_path, "tiny")
+    points, home = [random.randrange(50, 350) for _ in range(3)], Home(tmp_path, commands)
+    killed = [kill_after(home, "tiny", lines) for lines in points]
+    finish(home, "tiny")
     lines = (tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()
     rewards = [reward for line in lines for reward in json.loads(line)["rewards"]]
     first, last = sum(rewards[:64]) / 64, sum(rewards[-64:]) / 64
