@@ -191,6 +191,18 @@ def test_a_server_without_the_routes_is_told_with_the_remedy(tmp_path: Path):
     run(case())
 
 
+def test_a_server_that_would_load_an_adapter_into_one_of_its_replicas_is_refused(tmp_path: Path):
+    async def case():
+        server = FakeVllm()
+        server.takes_adapters, server.replicas = True, 2
+        async with server, engine_over(server, policy=PATIENT) as engine:
+            with pytest.raises(EngineError, match="reaches one of its 2 replicas only; start a server for each"):
+                await engine.load(0, adapter(tmp_path, 0))
+            assert server.calls == []
+
+    run(case())
+
+
 def test_one_server_of_two_that_fails_is_used_again_once_it_has_the_adapter(tmp_path: Path):
     async def case():
         one, other = FakeVllm(trainable=False), FakeVllm(trainable=False)

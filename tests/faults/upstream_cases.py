@@ -101,6 +101,8 @@ class FakeVllm:
         """Whether its metrics say when it was started."""
         self.takes_adapters = False
         """Whether it was started with `--enable-lora` and VLLM_ALLOW_RUNTIME_LORA_UPDATING."""
+        self.replicas = 1
+        """Its --data-parallel-size."""
         self.backend: str | None = None
         """Of its `--weight-transfer-config`."""
         self.sleeps = False
@@ -300,6 +302,7 @@ class FakeVllm:
             },
             "device_config": {"device": self.device},
             "cache_config": {"gpu_memory_utilization": 0.3},
+            "parallel_config": {"data_parallel_size": self.replicas},
             "weight_transfer_config": {"backend": self.backend} if self.backend else None,
         }
         env = {"VLLM_SERVER_DEV_MODE": True, "VLLM_ALLOW_INSECURE_SERIALIZATION": self.insecure}

@@ -105,8 +105,9 @@ class LocalRollouts:
         await self.engine.load(version, folder)
 
     def resting(self) -> AbstractAsyncContextManager[None]:
-        sleeps = isinstance(self.engine, VllmEngine) and getattr(self.config.engine, "sleep", False)
-        return sleeping(self.engine) if sleeps and isinstance(self.engine, VllmEngine) else nullcontext()
+        if isinstance(self.engine, VllmEngine) and getattr(self.config.engine, "sleep", False):
+            return sleeping(self.engine)
+        return nullcontext()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -191,6 +191,9 @@ class VllmEngine(RemoteEngine):
         features = await self.features(url)
         if features.routes and LOAD_ADAPTER not in features.routes:
             raise UpstreamError(f"{url} has no {LOAD_ADAPTER}", kind="refused", status=404)
+        if (replicas := features.setting("parallel_config", "data_parallel_size") or 1) > 1:
+            text = f"an adapter that {url} loads reaches one of its {replicas} replicas only; start a server for each"
+            raise UpstreamError(text, kind="refused", status=400)
         try:
             body = {"lora_name": adapter.name, "lora_path": str(adapter.folder)}
             await self.client.http.request_bytes(url + LOAD_ADAPTER, body, limit_s=self._load_s)
