@@ -5,7 +5,6 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 from reply_cases import cut_at, parse
-from transformers.utils.chat_parsing import parse_response
 
 from penstock.chat.parsers.base import ParseOptions, ReasoningTags
 from penstock.chat.parsers.hermes import Hermes
@@ -37,6 +36,8 @@ STRINGS = [{"type": "function", "function": {"name": "f", "parameters": {"proper
 
 
 def theirs(said, form):
+    from transformers.utils.chat_parsing import parse_response  # slow to import: only the process that runs this file should
+
     fields = {"thinking": THINKING, "calls": FIELDS[form], "content": {"content": "text"}}
     read = parse_response(said, {"start_anchor": "<|im_start|>assistant\n", "fields": fields}, prefix="")
     calls = [(call["name"], call["arguments"]) for call in read.get("calls", ())]

@@ -2,7 +2,6 @@ from datetime import datetime
 
 import pytest
 from chat_cases import ALTERNATING, DROPS_REASONING, MOVES_TOOLS, NATIVE_TOOLS, TOOLS
-from transformers import AutoTokenizer
 
 from penstock.chat.templates import ChatTemplate, canonical_json, chain_digest, flatten, has_reasoning, message_digest, tools_digest
 from penstock.chat.tokenizer import Tokenizer
@@ -29,6 +28,8 @@ def for_transformers(messages):
 @pytest.mark.parametrize("tools", [(), TOOLS])
 @pytest.mark.parametrize("template", [CHATML, NATIVE_TOOLS, DROPS_REASONING, MOVES_TOOLS])
 def test_text_and_ids_equal_those_of_transformers(tmp_path, template, tools, generate):
+    from transformers import AutoTokenizer  # slow to import: only the process that runs this file should
+
     folder = write_tokenizer(tmp_path, template=template)
     tokenizer, reference = Tokenizer.load(folder), AutoTokenizer.from_pretrained(folder)
     ours = ChatTemplate(template, tokenizer.named).render(TALK, tools, generate=generate)

@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Core
 from tokenizers import decoders, models, normalizers
-from transformers import AutoTokenizer
 
 from penstock.chat.tokenizer import Tokenizer
 from penstock.errors import ModelError
@@ -42,6 +41,8 @@ def sentencepiece_like():
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_encode_and_decode_equal_those_of_transformers(folder, tokenizer, text):
+    from transformers import AutoTokenizer  # slow to import: only the process that runs this file should
+
     reference = AutoTokenizer.from_pretrained(folder)
     text = f"{text}<|im_end|>\n{text}"
     assert tokenizer.encode(text) == reference.encode(text, add_special_tokens=False)

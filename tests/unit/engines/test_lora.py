@@ -18,8 +18,6 @@ from penstock.engines.embedded.lora import Adapter, load_policy, merge_adapter, 
 from penstock.engines.embedded.weights import load_decoder
 from penstock.errors import ModelError
 
-peft = pytest.importorskip("peft", reason="compares with PEFT, which is installed with the dev extra")
-
 SOME = ("q_proj", "v_proj", "down_proj")
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10, 11], [11, 12, 5, 40, 41, 2, 3]])
 
@@ -35,14 +33,21 @@ def write_adapter(folder: Path, base: Path, **options: Any) -> Adapter:
     return adapter
 
 
+@pytest.fixture(scope="module")
+def peft() -> Any:
+    """Slow to import: only the process that runs this file should."""
+    return pytest.importorskip("peft", reason="compares with PEFT, which is installed with the dev extra")
+
+
 def peft_model(base: Path, folder: Path, *, trainable: bool = False) -> Any:
+    import peft
     from transformers import AutoModelForCausalLM
 
     return peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder, is_trainable=trainable)
 
 
 @pytest.mark.parametrize("targets", [LORA_MODULES, SOME, ("k_proj",)], ids=["all", "some", "one"])
-def test_peft_loads_what_is_saved_and_computes_the_same(tmp_path: Path, targets: tuple[str, ...]):
+def test_peft_loads_what_is_saved_and_computes_the_same(tmp_path: Path, targets: tuple[str, ...], peft: Any):
     base = write_policy(tmp_path / "base", model_type="llama")
     write_adapter(tmp_path / "adapter", base, targets=targets)
     theirs = peft_model(base, tmp_path / "adapter")(IDS).logits
@@ -51,7 +56,7 @@ def test_peft_loads_what_is_saved_and_computes_the_same(tmp_path: Path, targets:
     assert (ours - logits(load_policy(base))).abs().max() > 0.1
 
 
-def test_gradients_equal_those_of_a_plain_peft_model(tmp_path: Path):
+def test_gradients_equal_those_of_a_plain_peft_model(tmp_path: Path, peft: Any):
     base = write_policy(tmp_path / "base", model_type="llama")
     adapter = write_adapter(tmp_path / "adapter", base)
     theirs = peft_model(base, tmp_path / "adapter", trainable=True)
@@ -67,7 +72,7 @@ def test_gradients_equal_those_of_a_plain_peft_model(tmp_path: Path):
     assert all(weight.grad is None for weight in decoder.parameters())
 
 
-def test_an_adapter_that_peft_saved_is_read(tmp_path: Path):
+def test_an_adapter_that_peft_saved_is_read(tmp_path: Path, peft: Any):
     from transformers import AutoModelForCausalLM
 
     base = write_policy(tmp_path / "base", model_type="llama")
@@ -158,7 +163,7 @@ def test_a_damaged_adapter_is_refused_in_one_line(tmp_path: Path):
 # Merging
 
 
-def test_a_merged_model_computes_the_same_without_an_adapter(tmp_path: Path):
+def test_a_merged_model_computes_the_same_without_an_adapter(tmp_path: Path, peft: Any):
     base = write_policy(tmp_path / "base", model_type="llama")
     (base / "tokenizer.json").write_text("{}")
     write_adapter(tmp_path / "adapter", base, targets=SOME)
