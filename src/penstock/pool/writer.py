@@ -186,9 +186,10 @@ T = TypeVar("T")
 class Writer:
     """Hands writes to a thread that commits them in batches. `explain` turns database errors into those that callers see.
 
-    Values wait until the event loop falls quiet: those that come at once share a commit, and the thread does not compete with a
-    busy loop for the interpreter's lock. A single caller waits two turns of an idle loop. Other writes do not come in numbers, and
-    wait for nobody. A write that was queued is done even if its caller is cancelled; the cancellation then propagates.
+    The first write is committed alone; those that arrive while it goes to disk share the next commit. So many concurrent callers
+    cost few syncs, and a single one waits for nobody. After a shared commit the next one waits a moment for more values, until the
+    event loop falls quiet; not for other writes, which do not come in numbers. A write that was queued is done even if its caller
+    is cancelled; the cancellation then propagates.
     """
 
     def __init__(self, database: PoolDatabase, explain: Explain, *, limit: int = 1024) -> None:
@@ -198,12 +199,16 @@ class Writer:
         self._queue: list[AwaitedWrite] = []
         self._blocked: list[asyncio.Future[None]] = []
         """Callers that wait for room in the queue."""
-        self._due = False
-        """Whether what is queued is to be written now."""
+        self._last_batch = 1
+        """Size of the last batch. After a shared one, several more are likely to come at once."""
+        self._wake_at = 1
+        """Queue length that wakes the thread: once for all of them, as each time it waits for the interpreter's lock."""
         self._queued = 0
         """Writes that were ever queued."""
         self._watched: asyncio.AbstractEventLoop | None = None
         """The event loop that counts its turns without a new write, if one does."""
+        self._quiet = False
+        """Whether it has counted enough of them."""
         self._closed = False
         switch_threads_often()  # the writing thread waits for the interpreter's lock with every statement
         self._thread = threading.Thread(target=self._run, name="penstock-pool-writer", daemon=True)
@@ -238,30 +243,27 @@ class Writer:
                 self._blocked.append(pending.done.get_loop().create_future())
                 return self._blocked[-1]
             self._queue.append(pending)
-            self._queued += 1
+            self._queued, self._quiet = self._queued + 1, False
             loop = pending.done.get_loop()
-            if pending.operation is None or len(self._queue) >= MAX_BATCH:
-                self._wake()
-            elif self._watched is not loop:
+            if self._watched is not loop:
                 self._watched = loop
-                loop.call_soon(self._watch, loop, loop.time() + GATHER_S, self._queued, 0)
+                loop.call_soon(self._watch, loop, self._queued, 0)
+            if len(self._queue) >= self._wake_at:
+                self._changed.notify()
             return None
 
-    def _watch(self, loop: asyncio.AbstractEventLoop, until: float, seen: int, turns: int) -> None:
-        """Have what is queued written once `loop` has had some turns without another write; runs in it, once a turn."""
+    def _watch(self, loop: asyncio.AbstractEventLoop, seen: int, turns: int) -> None:
+        """End the wait for more writes once `loop` has had some turns without one; runs in it, once a turn."""
         turns = turns + 1 if seen == self._queued else 0
-        if turns < QUIET_TURNS and loop.time() < until:
-            loop.call_soon(self._watch, loop, until, self._queued, turns)
+        if turns < QUIET_TURNS:
+            loop.call_soon(self._watch, loop, self._queued, turns)
             return
         with self._changed:
+            self._quiet = True
             if self._watched is loop:
                 self._watched = None
-            if self._queue:
-                self._wake()
-
-    def _wake(self) -> None:
-        self._due = True
-        self._changed.notify()
+            if self._wake_at > 1:
+                self._changed.notify()
 
     def _run(self) -> None:
         while batch := self._take():
@@ -272,18 +274,22 @@ class Writer:
     def _take(self) -> list[AwaitedWrite]:
         """Wait for the next batch; empty once the writer is closed and everything is written."""
         with self._changed:
-            self._changed.wait_for(lambda: (self._due and self._queue) or self._closed)
+            self._changed.wait_for(lambda: self._queue or self._closed)
+            if self._last_batch > 1 and any(pending.operation for pending in self._queue):
+                self._wake_at = MAX_BATCH
+                self._changed.wait_for(lambda: len(self._queue) >= MAX_BATCH or self._quiet or self._closed, GATHER_S)
+                self._wake_at = 1
             batch, self._queue = self._queue[:MAX_BATCH], self._queue[MAX_BATCH:]
-            self._due = bool(self._queue)
+            self._last_batch = len(batch)
             blocked, self._blocked = self._blocked, []
         for room in blocked:
             _call(room.get_loop(), lambda room=room: room.done() or room.set_result(None))
         return batch
 
 
-GATHER_S = 0.03
-"""How long values wait at most while the event loop is busy. Their callers could not go on meanwhile, as the loop has others to
-serve; each statement of a commit would make it wait for the interpreter's lock."""
+GATHER_S = 0.01
+"""How long a batch waits at most for more writes while the event loop is busy: they then share one sync and several waits for the
+interpreter's lock. A caller that waits could not go on meanwhile, as the loop has others to serve."""
 QUIET_TURNS = 2
 """Turns of an event loop without a write after which no more are likely to come at once: from a request to its write are two."""
 

@@ -72,46 +72,16 @@ def test_a_writer_goes_on_after_a_connection_that_broke_with_the_commit_and_with
     play(steps)
 
 
-def test_values_wait_for_others_only_while_the_event_loop_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_after_a_shared_commit_waits_for_others_only_while_the_event_loop_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.pool.writer.GATHER_S", 300.0)
 
     async def steps() -> None:
-        database, batches = Breaking(), list[list[int]]()
-
-        def write(_: object, values: list[int]) -> bool:
-            batches.append(values)
-            return True
-
-        async def later(value: int) -> None:
-            await asyncio.sleep(0)  # one turn without a write
-            await writer.store(kind, value)
-
-        writer = Writer(database, explain)  # type: ignore[arg-type]
-        kind = BatchOperation("any", lambda *_: None, write)
-        await asyncio.gather(writer.store(kind, 1), writer.store(kind, 2), later(3))
-        await writer.store(kind, 4)
-        assert batches == [[1, 2, 3], [4]]
-        await writer.close()
-
-    play(steps)
-
-
-def test_values_are_written_while_the_event_loop_stays_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.pool.writer.GATHER_S", 0.01)
-    monkeypatch.setattr("penstock.pool.writer.MAX_BATCH", 1 << 30)
-
-    async def steps() -> None:
-        writer = Writer(Breaking(), explain, limit=1 << 30)  # type: ignore[arg-type]
+        writer = Writer(Breaking(), explain)  # type: ignore[arg-type]
         kind = BatchOperation("any", lambda *_: None, lambda *_: True)
-
-        async def more() -> None:
-            while not first.done():
-                tasks.create_task(writer.store(kind, 2))
-                await asyncio.sleep(0)
-
-        async with asyncio.TaskGroup() as tasks:
-            first = tasks.create_task(writer.store(kind, 1))
-            tasks.create_task(more())
+        writer._last_batch = 8  # pyright: ignore[reportPrivateUsage]
+        await asyncio.gather(writer.store(kind, 1), writer.store(kind, 2), writer.store(kind, 3))
+        assert writer._last_batch == 3  # pyright: ignore[reportPrivateUsage]
+        await writer.store(kind, 4)
         await writer.close()
 
     play(steps)
