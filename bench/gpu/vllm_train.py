@@ -32,7 +32,8 @@ ALLOWED = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "VLLM_ALLOW_RUNTIME_LORA_UP
 BEGUN = time.monotonic()
 CPU = "--cpu" in sys.argv
 PYTHON = os.environ.get("VLLM_PYTHON", sys.executable)
-SHARE = os.environ.get("VLLM_SHARE", "0.12")
+SHARE = os.environ.get("VLLM_SHARE", "0.05")
+"""Of the GPU's memory, which must be free when a server starts."""
 STEPS = int(os.environ.get("VLLM_STEPS", "10"))
 PATIENCE = 8 if CPU else 1
 """All limits are multiplied by it."""
@@ -49,7 +50,7 @@ class Server:
     def __init__(self, folder: Path, model: Path, port: int, *options: str) -> None:
         self.url, self.log = f"http://127.0.0.1:{port}", folder / f"server-{port}.log"
         # Its cache is given in bytes: servers that start together, and measure free memory, would count each other's.
-        size = ["--gpu-memory-utilization", SHARE, "--kv-cache-memory-bytes", str(8 << 30), "--dtype", "bfloat16"]
+        size = ["--gpu-memory-utilization", SHARE, "--kv-cache-memory-bytes", str(2 << 30), "--dtype", "bfloat16"]
         self._command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
         self._command += ["--max-model-len", "1024", "--enforce-eager", "--logprobs-mode", "processed_logprobs", *options]
         self._command += ["--dtype", "float32"] if CPU else size
@@ -68,7 +69,9 @@ class Server:
             if ask(f"{self.url}/health", limit_s=5) is not None:
                 return
             time.sleep(0.5)
-        raise RuntimeError(f"{self.url} did not start: " + self.log.read_text(errors="replace")[-3000:])
+        said = self.log.read_text(errors="replace")
+        causes = [line for line in said.splitlines() if "Error: " in line][:5]
+        raise RuntimeError("\n".join([f"{self.url} did not start:", *causes, said[-1000:]]))
 
     def kill(self) -> None:
         with suppress(ProcessLookupError):
@@ -247,7 +250,8 @@ def sleep(folder: Path, model: Path, server: Server) -> None:
     tell(f"{len(freed)} times the server says: {freed[-1] if freed else 'nothing'}")
     run.verify()
     run.remove()
-    kill_run(Run(folder, model, "killed-asleep", server.url, "engine.sleep=true", *KEPT), server, model, "is_sleeping")
+    run = Run(folder, model, "killed-asleep", server.url, "engine.sleep=true", "train.lr=1e-4", *KEPT)
+    kill_run(run, server, model, "is_sleeping")
     Run(folder, model, "awake-again", server.url, "train.steps=2").finish()
 
 
