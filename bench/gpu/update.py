@@ -60,6 +60,8 @@ class Measured(NamedTuple):
     gigabytes: float
     first_s: float
     """Of the first pass, with compilation."""
+    halvings: int = 0
+    """How often memory ran out, so that passes are smaller than they should be."""
 
 
 def main(names: list[str]) -> list[dict[str, Any]]:
@@ -91,7 +93,8 @@ def main(names: list[str]) -> list[dict[str, Any]]:
 
 
 def _told(one: Measured) -> str:
-    return f"{one.tokens_per_s / 1000:.1f}k sequence tokens/s ({one.gigabytes:.0f} GiB)"
+    halved = f", passes halved {one.halvings} times" if one.halvings else ""
+    return f"{one.tokens_per_s / 1000:.1f}k sequence tokens/s ({one.gigabytes:.0f} GiB{halved})"
 
 
 def make_learner(shape: DecoderShape, **settings: Any) -> Learner:
@@ -127,12 +130,15 @@ def make_sequences(workload: Workload, vocabulary: int) -> list[Sequence]:
 
 
 def measure(learner: Learner, sequences: list[Sequence], *, shared: bool, repeats: int = 3) -> Measured:
-    rollouts = len(sequences)
+    rollouts, memory = len(sequences), learner._memory  # pyright: ignore[reportPrivateUsage]
+    assert memory is not None  # there is a GPU
+    memory.halvings = 0  # those of an earlier measurement
 
     def batch() -> Batch:
         if shared:
             return learner.pack(sequences, rollouts=rollouts)
-        return pack(sequences, rollouts=rollouts, tokens_per_pass=FLAT_TOKENS_PER_PASS, shared_prefix=False)
+        limit = FLAT_TOKENS_PER_PASS >> memory.halvings
+        return pack(sequences, rollouts=rollouts, tokens_per_pass=limit, shared_prefix=False)
 
     def update(batch: Batch) -> None:
         learner.compute(batch)
@@ -143,7 +149,8 @@ def measure(learner: Learner, sequences: list[Sequence], *, shared: bool, repeat
         [first, *_] = whole.pass_sets
         update(replace(whole, pass_sets=(replace(first, passes=first.passes[:1]),)))
 
-    return _measure(first_pass, lambda: update(batch()), sequences, repeats)
+    measured = _measure(first_pass, lambda: update(batch()), sequences, repeats)
+    return measured._replace(halvings=memory.halvings)
 
 
 def measure_transformers(shape: DecoderShape, sequences: list[Sequence], repeats: int = 1) -> Measured:
