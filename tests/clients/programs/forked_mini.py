@@ -15,10 +15,12 @@ LATER = (
     "minisweagent.models.litellm_model",
     "minisweagent.environments.local",
     "minisweagent.agents.interactive",
+    "litellm.responses.mcp.chat_completions_handler",
     "litellm.proxy._types",
     "openai.resources.chat",
     "openai.lib.streaming.chat",
     "httpcore",
+    "mcp",
 )
 """What it imports when it is first needed, which takes most of the time of a short task."""
 
