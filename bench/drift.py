@@ -14,6 +14,8 @@ Groups of the start policy are sampled and stored once for each seed. Every rule
 - `prefix merging`: the sampled tokens of each call after its prompt, encoded again; calls are merged where the next prompt begins
   with the tokens of the last call, and are sequences of their own where it does not.
 - `last turn`: the last call of a rollout alone, as it was sampled.
+- `without log-probabilities`: no rule of others, but what tells the two faults of `re-tokenized` apart: the recorded tokens and
+  contexts, with the trainer's own log-probabilities.
 
 Each rule starts from the same weights and takes an update per batch, in every epoch. Rewards are of new rollouts at temperature 1,
 each task of `dataset.eval` twice; for `letters` these are the trained prompts. What is not done by `--limit-s` is told as missing;
@@ -105,6 +107,11 @@ def exact(made: list[Call], renderer: Renderer) -> Iterator[TrainedCall]:
         yield TrainedCall(call.prompt, call.step.completion_ids, call.step.logprobs, len(call.step.completion_ids))
 
 
+def without_logprobs(made: list[Call], renderer: Renderer) -> Iterator[TrainedCall]:
+    for call in exact(made, renderer):
+        yield call._replace(logprobs=(math.inf,) * len(call.reply))
+
+
 def last_turn(made: list[Call], renderer: Renderer) -> Iterator[TrainedCall]:
     yield from exact(made[-1:], renderer)
 
@@ -125,7 +132,13 @@ def re_tokenized(made: list[Call], renderer: Renderer) -> Iterator[TrainedCall]:
         yield TrainedCall(prompt, reply, (math.inf,) * len(reply), same * (prompt == call.prompt))
 
 
-RULES: dict[str, Rule] = {"exact": exact, "re-tokenized": re_tokenized, "prefix merging": prefix_merging, "last turn": last_turn}
+RULES: dict[str, Rule] = {
+    "exact": exact,
+    "re-tokenized": re_tokenized,
+    "prefix merging": prefix_merging,
+    "last turn": last_turn,
+    "without log-probabilities": without_logprobs,
+}
 
 
 @dataclass

@@ -3,7 +3,8 @@
     pip install reasoning-gym
     python -m bench.reasoning_tasks
 
-Each row has three worked examples of its family before the question. Runs score replies by `algorithm_agents/reasoning.py` and need
+Each row has three worked examples of its family before the question. Letters are counted where the answer is 1, 2 or 3, a third of
+the rows each: else, most answers are 1, and a policy that always says so earns more than it can by counting. Runs score replies by `algorithm_agents/reasoning.py` and need
 no reasoning-gym; that both give the same rewards is checked here, over replies of several forms.
 """
 
@@ -20,12 +21,18 @@ FAMILIES: dict[str, dict[str, int]] = {
     "chain_sum": {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 2},
     "letter_counting": {"min_words": 3, "max_words": 5},
 }
-EXAMPLES, TRAINED, HELD_OUT = 3, 128, 32
+BALANCED: dict[str, tuple[str, ...]] = {"letter_counting": ("1", "2", "3")}
+EXAMPLES, TRAINED, HELD_OUT = 3, 129, 33
 
 
 def rows(family: str) -> list[dict[str, Any]]:
     reasoning_gym: Any = importlib.import_module("reasoning_gym")
-    entries: list[Any] = list(reasoning_gym.create_dataset(family, size=EXAMPLES + TRAINED + HELD_OUT, seed=7, **FAMILIES[family]))
+    size = EXAMPLES + TRAINED + HELD_OUT
+    entries: list[Any] = list(reasoning_gym.create_dataset(family, size=20 * size, seed=7, **FAMILIES[family]))
+    if answers := BALANCED.get(family):
+        by_answer = [[entry for entry in entries if entry["answer"] == answer] for answer in answers]
+        entries = [entry for alike in zip(*by_answer, strict=False) for entry in alike]
+    entries = entries[:size]
     parts = (("user", "question"), ("assistant", "answer"))
     worked = [{"role": role, "content": entry[part]} for entry in entries[:EXAMPLES] for role, part in parts]
     return [
