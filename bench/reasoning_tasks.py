@@ -4,8 +4,9 @@
     python -m bench.reasoning_tasks
 
 Each row has three worked examples of its family before the question. Letters are counted where the answer is 1, 2 or 3, a third of
-the rows each: else, most answers are 1, and a policy that always says so earns more than it can by counting. Runs score replies by `algorithm_agents/reasoning.py` and need
-no reasoning-gym; that both give the same rewards is checked here, over replies of several forms.
+the rows each: else most answers are 1, and a policy that always says so earns more than it can by counting. Runs score replies by
+`algorithm_agents/reasoning.py` and need no reasoning-gym; that both give the same rewards is checked here, over replies of several
+forms.
 """
 
 import importlib
