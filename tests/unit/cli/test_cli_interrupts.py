@@ -8,11 +8,19 @@ import sys
 
 import pytest
 
+from penstock.cli import interrupts
 from penstock.cli.interrupts import Interrupts
 
+# Loaded alone: `penstock.cli` imports all commands, which takes longer than what is tested here.
+MODULE = f"""
+from importlib.util import module_from_spec, spec_from_file_location
+
+spec = spec_from_file_location("interrupts", {interrupts.__file__!r})
+interrupts = module_from_spec(spec)
+spec.loader.exec_module(interrupts)
+"""
 SCRIPT = """
 import asyncio, os, signal, time
-from penstock.cli import interrupts
 
 interrupts.GRACE_S = {grace}
 interrupts.BLOCKED_S = {blocked}
@@ -29,7 +37,7 @@ except asyncio.CancelledError:
 
 
 def ran(body: str, grace: float = 60.0, blocked: float = 60.0) -> subprocess.CompletedProcess[str]:
-    code = SCRIPT.format(body=body, grace=grace, blocked=blocked)
+    code = MODULE + SCRIPT.format(body=body, grace=grace, blocked=blocked)
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
 
 
@@ -76,7 +84,9 @@ def test_a_third_signal_does_not_wait_for_the_grace():
 
 
 def test_one_sigterm_counts_as_two_after_a_while():
-    code = SCRIPT.format(body="os.kill(os.getpid(), signal.SIGTERM); await asyncio.Event().wait()", grace=60.0, blocked=60.0)
+    code = MODULE + SCRIPT.format(
+        body="os.kill(os.getpid(), signal.SIGTERM); await asyncio.Event().wait()", grace=60.0, blocked=60.0
+    )
     code = code.replace("flush=True)):", "flush=True), terminate_s=0.05):")
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stdout) == (0, "told\ncancelled\n")
@@ -104,7 +114,6 @@ def test_one_signal_ends_a_loop_that_is_blocked(number, block):
 def test_a_thread_that_never_ends_keeps_neither_the_loop_nor_the_process():
     code = """
 import asyncio, threading
-from penstock.cli import interrupts
 
 interrupts.GRACE_S = 0.05
 
@@ -116,5 +125,5 @@ async def main():
 asyncio.run(main())
 interrupts.leave(7)
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", MODULE + code], capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stdout) == (7, "threads are left for the run itself\n")
