@@ -20,6 +20,26 @@ from penstock.testing import write_tokenizer
 
 ENGINE, ENDLESS = "cli_engine:open_engine", "cli_engine:open_endless"
 USER = {"role": "user", "content": "What is 6 times 7?"}
+AGENT = """
+from penstock import AgentWorkflow, Grader
+
+class Short(AgentWorkflow):
+    async def run(self, ctx):
+        print("an agent may print")
+        await ctx.openai().chat.completions.create(model="any", messages=ctx.prompt, max_tokens=4)
+
+class Even(Grader):
+    async def grade(self, ctx):
+        return float(len(ctx.sample.messages[-1]["content"] or "") % 2)
+"""
+
+
+def write_project(folder: Path, config: str) -> Path:
+    """A folder with an agent that makes one short call, four tasks and a `train.toml`."""
+    (folder / "agent.py").write_text(AGENT)
+    (folder / "tasks.jsonl").write_text("".join(json.dumps({"prompt": f"{n} times 3?"}) + "\n" for n in range(4)))
+    (folder / "train.toml").write_text(config)
+    return folder
 
 
 def environment() -> dict[str, str]:

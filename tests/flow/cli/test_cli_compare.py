@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_cases import called
+from cli_cases import called, write_project
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -13,33 +13,19 @@ from penstock.models import find_cached
 
 pytestmark = pytest.mark.slow
 
-AGENT = """
-from penstock import AgentWorkflow, Grader
-
-class Short(AgentWorkflow):
-    async def run(self, ctx):
-        await ctx.openai().chat.completions.create(model="any", messages=ctx.prompt, max_tokens=4)
-
-class Even(Grader):
-    async def grade(self, ctx):
-        return float(len(ctx.sample.messages[-1]["content"] or "") % 2)
-"""
 CONFIG = """
 run.name = "short"
 model.name = "tiny"
 dataset = {train = "tasks.jsonl", eval = "tasks.jsonl"}
 rollout = {group_size = 2, groups_per_step = 2}
-train = {steps = 2, lr = 1e-2, checkpoint_every = 1}
+train = {steps = 2, lr = 1e-2, checkpoint_every = 1, attack_grader = false}
 """
 
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With a run and its control."""
-    folder = tmp_path_factory.mktemp("compare")
-    (folder / "agent.py").write_text(AGENT)
-    (folder / "tasks.jsonl").write_text("".join(json.dumps({"prompt": f"{n} times 3?"}) + "\n" for n in range(4)))
-    (folder / "train.toml").write_text(CONFIG)
+    folder = write_project(tmp_path_factory.mktemp("compare"), CONFIG)
     assert called(folder, "train", "train.toml").returncode == 0
     control = called(folder, "train", "train.toml", "--control")
     assert control.returncode == 0, control.stderr

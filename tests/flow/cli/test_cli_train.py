@@ -8,25 +8,13 @@ import time
 from pathlib import Path
 
 import pytest
-from cli_cases import called
+from cli_cases import AGENT, called, write_project
 
 from penstock.view.overview import metrics_columns
 from penstock.view.run_files import open_viewed_run
 
 pytestmark = pytest.mark.slow
 
-AGENT = """
-from penstock import AgentWorkflow, Grader
-
-class Short(AgentWorkflow):
-    async def run(self, ctx):
-        print("an agent may print")
-        await ctx.openai().chat.completions.create(model="any", messages=ctx.prompt, max_tokens=4)
-
-class Even(Grader):
-    async def grade(self, ctx):
-        return float(len(ctx.sample.messages[-1]["content"] or "") % 2)
-"""
 CONFIG = """
 run.name = "short"
 model.name = "tiny"
@@ -38,10 +26,7 @@ train.steps = 2
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    (tmp_path / "agent.py").write_text(AGENT)
-    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps({"prompt": f"{n} times 3?"}) + "\n" for n in range(4)))
-    (tmp_path / "train.toml").write_text(CONFIG)
-    return tmp_path
+    return write_project(tmp_path, CONFIG)
 
 
 def started(folder: Path, *arguments: str) -> subprocess.Popen[str]:

@@ -6,38 +6,24 @@ import os
 import subprocess
 
 import pytest
-from cli_cases import called, penstock
+from cli_cases import called, penstock, write_project
 
 pytestmark = pytest.mark.slow
 
-AGENT = """
-from penstock import AgentWorkflow, Grader
-
-class Short(AgentWorkflow):
-    async def run(self, ctx):
-        await ctx.openai().chat.completions.create(model="any", messages=ctx.prompt, max_tokens=4)
-
-class Even(Grader):
-    async def grade(self, ctx):
-        return float(len(ctx.sample.messages[-1]["content"] or "") % 2)
-"""
 CONFIG = """
 run.name = "short"
 model.name = "tiny"
 dataset.train = "tasks.jsonl"
 rollout = {executor = "server", group_size = 2, groups_per_step = 2}
 executor = {urls = ["%s"], token_env = "ROLLOUT_TOKEN"}
-train.steps = 2
+train = {steps = 2, attack_grader = false}
 """
 
 
 @pytest.fixture
 def project(tmp_path, monkeypatch):
     monkeypatch.setenv("ROLLOUT_TOKEN", "open sesame")
-    (tmp_path / "agent.py").write_text(AGENT)
-    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps({"prompt": f"{n} times 3?"}) + "\n" for n in range(4)))
-    (tmp_path / "train.toml").write_text(CONFIG % "http://127.0.0.1:9")
-    return tmp_path
+    return write_project(tmp_path, CONFIG % "http://127.0.0.1:9")
 
 
 def trained(folder):
