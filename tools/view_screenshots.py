@@ -14,12 +14,14 @@ from playwright.sync_api import sync_playwright
 SCREENS = {
     "runs": "#/runs?over=multiply",
     "run": "#/run/multiply",
+    "lost": "#/run/multiply",
     "step": "#/run/multiply/step/3",
     "groups": "#/run/multiply/groups",
     "search": "#/run/multiply/search?text=12",
     "group": "#/run/multiply/group/train-8",
     "rollout": "#/run/multiply/rollout/train-8.0.1",
     "tokens": "#/run/multiply/tokens/train-8.0.1/1?by=entropy",
+    "sides": "#/run/multiply/tokens/train-8.0.1/0?by=gap",
     "timeline": "#/run/multiply/timeline?span=8",
     "pool": "#/run/multiply/pool",
     "evaluations": "#/evals?runs=evals%2Fstart%2Cevals%2Ftrained",
@@ -41,9 +43,11 @@ def main() -> None:
                 page.goto("about:blank")
                 page.goto(address + place)
                 page.wait_for_selector("body[data-ready]", state="attached")
-                if name == "tokens":
+                if name in ("tokens", "sides"):
                     page.locator("#t0").click()
                 page.wait_for_timeout(400)  # charts are drawn in the next frame
+                if name == "lost":
+                    page.evaluate("() => scrollTo(0, document.body.scrollHeight)")
                 page.screenshot(path=OUT / f"{name}-{scheme}.png")
         browser.close()
         process.terminate()

@@ -202,6 +202,26 @@ def test_a_token_shows_what_engine_and_trainer_said(browsing):
     assert page.evaluate("() => document.activeElement.id") == "t1"
 
 
+def test_engine_and_trainer_stand_side_by_side(browsing):
+    page = browsing.open("#/run/finished/tokens/train-0.1.1/1?by=gap")
+    left, right = (page.locator(each).bounding_box() for each in ("#t0", "#u0"))
+    assert left["y"] == right["y"] and left["x"] < right["x"]
+    colours = [page.locator(each).evaluate("(token) => getComputedStyle(token).backgroundColor") for each in ("#t0", "#u0")]
+    assert colours[0] != colours[1]  # -0.5 for the engine, -0.375 for the trainer
+    page.locator("#u0").click()
+    assert page.locator("#t0").get_attribute("aria-pressed") == "true" and "-0.375" in page.locator("#token").inner_text()
+    row = page.get_by_role("region", name="largest differences").locator("tbody tr").first.inner_text()
+    assert "+0.125" in row and "1.1331" in row
+
+
+def test_a_click_on_a_curve_opens_its_step(browsing):
+    page = browsing.open("#/run/finished")
+    over = page.locator(".chart", has_text="Entropy").locator(".u-over")
+    over.wait_for()
+    over.click(position={"x": 3, "y": 40})
+    page.get_by_role("heading", name="Step 1").wait_for()
+
+
 def test_a_new_step_appears_without_a_reload(browsing, runs):
     page = browsing.open("#/run/live")
     page.evaluate("() => { window.same = true; }")
@@ -301,6 +321,29 @@ def test_an_exported_run_is_one_file_that_asks_for_nothing(browser, root, tmp_pa
     opened.close()
 
 
+def test_a_page_behind_a_token_asks_for_it_and_keeps_it_out_of_the_address(browser, root):
+    command = [sys.executable, "-m", "penstock", "view", str(root), "--host", "0.0.0.0", "--port", "0", "--no-browser"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        told = json.loads(process.stdout.readline())
+        page = browser.new_page()
+        page.goto(told["url"])
+        for token in ("a wrong one", told["token"]):
+            page.get_by_role("heading", name="A token is needed").wait_for()
+            page.get_by_label("Token").fill(token)
+            page.get_by_role("button", name="Open").click()
+        page.get_by_role("link", name="crashed").click()
+        page.get_by_role("heading", name="What was lost and why").wait_for()
+        page.reload()
+        page.get_by_role("heading", name="What was lost and why").wait_for()
+        assert told["token"] not in page.url
+        page.close()
+    finally:
+        process.terminate()
+        process.wait(20)
+        process.stdout.close()
+
+
 def test_the_demo_shows_a_recorded_run(browser):
     process = subprocess.Popen(
         [sys.executable, "-m", "penstock", "view", "--demo", "--port", "0", "--no-browser"], stdout=subprocess.PIPE, text=True
@@ -309,6 +352,7 @@ def test_the_demo_shows_a_recorded_run(browser):
         opened = Browsing(browser, json.loads(process.stdout.readline())["url"])
         page = opened.open("#/run/multiply")
         assert page.locator(".badge.finished").is_visible() and page.get_by_text("control: start policy").is_visible()
+        assert {"agent_error", "greedy", "reply_edited"} <= set(page.locator("#lost").inner_text().split())
         opened.close()
     finally:
         process.terminate()

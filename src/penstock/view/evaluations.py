@@ -1,16 +1,18 @@
 """Evaluations side by side: a table, a matrix of tasks by runs, and paired differences."""
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, cast
 
 from penstock.config import EvalSection
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import ConfigError, PenstockError, PoolError
 from penstock.evals.attempts import CHANNEL
 from penstock.evals.metrics import difference, estimate, pass_at_k
 from penstock.pool.base import AFTER_ALL
 from penstock.pool.sql import reads
 from penstock.pool.sql.database import PoolDatabase
-from penstock.view.overview import MAX_MODEL
+from penstock.view.overview import MAX_MODEL, last_text
+from penstock.view.queries import group_task
 from penstock.view.run_files import ViewedRun
 from penstock.view.sources import OpenRuns
 from penstock.view.texts import cut
@@ -20,6 +22,8 @@ MAX_TASKS = 5000
 MAX_SHOWN = 500
 """Tasks in the matrix, those with the worst regression first."""
 MAX_COMPARED = 8
+MAX_PROMPT = 200
+"""Characters of a task's prompt."""
 
 
 class TaskRewards(NamedTuple):
@@ -73,7 +77,7 @@ def _matrix(runs: OpenRuns, named: Sequence[str]) -> dict[str, Any]:
     first = read[named[0]]
     columns = [_column(name, tasks, first if name != named[0] else None, runs.get(name)) for name, tasks in read.items()]
     names = list(dict.fromkeys(task for tasks in read.values() for task in tasks))
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "task": name,
             "cells": [_cell(tasks.get(name)) for tasks in read.values()],
@@ -82,7 +86,21 @@ def _matrix(runs: OpenRuns, named: Sequence[str]) -> dict[str, Any]:
         for name in names
     ]
     rows.sort(key=lambda row: row["change"] if row["change"] is not None else 9.0)
-    return {"columns": columns, "rows": rows[:MAX_SHOWN], "tasks": len(rows)}
+    shown = rows[:MAX_SHOWN]
+    prompts = _prompts(runs, read, [row["task"] for row in shown])
+    return {"columns": columns, "rows": [{**row, "prompt": prompts[row["task"]]} for row in shown], "tasks": len(rows)}
+
+
+def _prompts(runs: OpenRuns, read: dict[str, dict[str, TaskRewards]], wanted: Sequence[str]) -> dict[str, str]:
+    """Returns what each task asks, as the first evaluation that has it recorded it."""
+    found = dict.fromkeys(wanted, "")
+    for name, tasks in read.items():
+        own = [task for task in wanted if task in tasks and not found[task]]
+        with _open_pool(runs.get(name)) as database:
+            for task in own:
+                with suppress(PoolError):  # damaged
+                    found[task] = cut(last_text(group_task(database, tasks[task].group_id)), MAX_PROMPT)
+    return found
 
 
 def _cell(task: TaskRewards | None) -> dict[str, Any] | None:
@@ -114,10 +132,16 @@ def _column(name: str, tasks: dict[str, TaskRewards], baseline: dict[str, TaskRe
     return {"id": name, "reward": reward, "passes": passes, "paired": paired, "shared": len(shared), "tasks": len(tasks)}
 
 
-def _scores(files: ViewedRun) -> dict[str, TaskRewards]:
+@contextmanager
+def _open_pool(files: ViewedRun) -> Generator[PoolDatabase]:
     if reason := files.why_no_pool():
         raise ConfigError(f"{files.path.name}: {reason}")
     with files.pool.kind.reading(files.path, files.pool.url) as database:
+        yield database
+
+
+def _scores(files: ViewedRun) -> dict[str, TaskRewards]:
+    with _open_pool(files) as database:
         return _read_scores(database)
 
 

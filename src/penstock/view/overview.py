@@ -1,18 +1,19 @@
 """The screens of runs: the list, one run, its curves and its groups. Each function returns plain JSON values."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any, cast
 
 from penstock.errors import PenstockError
 from penstock.pool.sql import reads
 from penstock.pool.sql.database import PoolDatabase
+from penstock.records import Task
 from penstock.view.credit import row_advantages
 from penstock.view.queries import GroupRow, LeaseRow, check_ledger, group_page, lease_rows, ledger_page
 from penstock.view.run_files import AlarmLog, ViewedRun
 from penstock.view.sources import OpenRuns
-from penstock.view.texts import REASONS, cut
+from penstock.view.texts import MEANINGS, REASONS, cut
 
 SPARK_POINTS = 60
 MAX_MODEL = 200
@@ -84,13 +85,17 @@ def run_overview(files: ViewedRun, run_id: str, database: PoolDatabase | None) -
         "train": asdict(reads.read_stats(database, "train")) if database else {},
         "channels": reads.list_channels(database) if database else [],
         "lost": lost,
-        "reasons": {name: REASONS[name] for counted in lost.values() for name in counted if name in REASONS},
+        "reasons": {kind: _meanings(MEANINGS.get(kind, REASONS), counted) for kind, counted in lost.items()},
         "alarm_counts": [{"kind": kind, "text": AlarmLog.KINDS[kind], "count": n} for kind, n in files.alarms.counts.most_common()],
         "alarm_list": list(files.alarms.newest)[::-1],
         "pool": files.pool.name,
         "no_pool": files.why_no_pool(),
         "config": cut(files.config),
     }
+
+
+def _meanings(known: Mapping[str, str], counted: Iterable[str]) -> dict[str, str]:
+    return {name: known[name] for name in counted if name in known}
 
 
 def metrics_columns(files: ViewedRun, *, after: int = 0) -> dict[str, Any]:
@@ -105,7 +110,12 @@ def metrics_columns(files: ViewedRun, *, after: int = 0) -> dict[str, Any]:
 def step_groups(files: ViewedRun, rows: Iterable[GroupRow], step: int) -> dict[str, Any]:
     entry = files.metrics.entry(step) or {}
     own = {key: value for key, value in entry.items() if not isinstance(value, list)}
-    return {"step": step, "metrics": own, "groups": [group_line(files, row) for row in rows], "before": None}
+    return {
+        "step": step,
+        "metrics": own,
+        "groups": [group_line(files, row) for row in rows],
+        "last": step == files.metrics.steps[-1],
+    }
 
 
 def group_list(files: ViewedRun, database: PoolDatabase, *, channel: str, state: str, before: int) -> dict[str, Any]:
@@ -121,7 +131,7 @@ def group_line(files: ViewedRun, row: GroupRow) -> dict[str, Any]:
         "channel": row.channel,
         "state": row.state,
         "task_id": row.task.id,
-        "prompt": cut(_last_text(row), 300),
+        "prompt": cut(last_text(row.task), 300),
         "rollouts": [
             {
                 "id": attempt.rollout.id,
@@ -140,8 +150,9 @@ def group_line(files: ViewedRun, row: GroupRow) -> dict[str, Any]:
     }
 
 
-def _last_text(row: GroupRow) -> str:
-    told = [message.get("content") for message in row.task.prompt]
+def last_text(task: Task) -> str:
+    """Returns the last text of a task's prompt, which tells it from others."""
+    told = [message.get("content") for message in task.prompt]
     return next((text for text in reversed(told) if isinstance(text, str)), "")
 
 

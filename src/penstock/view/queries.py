@@ -67,10 +67,20 @@ def _group_row(database: PoolDatabase, row: tuple[Any, ...]) -> GroupRow:
         except PoolError as error:
             broken[rollout] = str(error)
     try:
-        task = decode_row(Task, RecordRow(record, (), crc), f"the task of group {name!r}")
+        task = _task(name, record, crc)
     except PoolError as error:
         task, broken[name] = Task(id="", prompt=()), str(error)
     return GroupRow(name, seq, channel, state, task, tuple(attempts), sizes, broken)
+
+
+def _task(group_id: str, record: bytes, crc: int) -> Task:
+    return decode_row(Task, RecordRow(record, (), crc), f"the task of group {group_id!r}")
+
+
+def group_task(database: PoolDatabase, group_id: str) -> Task:
+    """Reads the task of a group, and nothing of its rollouts."""
+    record, crc = database.execute("SELECT record, crc FROM groups WHERE id = ?", (group_id,)).fetchone()
+    return _task(group_id, record, crc)
 
 
 def call_sizes(database: PoolDatabase, rollout_id: str) -> tuple[int, int]:

@@ -29,7 +29,8 @@ PROMPT_TOKENS = 300
 NEXT_TOKENS = 40
 """Tokens shown after the place where the attempts of a group part."""
 MAX_ARTIFACTS = 100
-MAX_VERDICT_BYTES = 16 << 20
+NOTE_FILE = "note.txt"
+MAX_NOTE_BYTES = 16 << 20
 MAX_TOKENIZER_BYTES = 128 << 20
 
 
@@ -265,17 +266,22 @@ def _step(attempt: Attempt, index: int) -> Step:
 
 
 def _grader_note(folder: Path, rollout_id: str) -> str:
+    """Returns what a judge said, or what a grader of the author's own wrote into `note.txt`."""
     place = folder / "artifacts" / rollout_id
-    if not _is_name(rollout_id) or place.is_symlink() or (place / VERDICT_FILE).is_symlink():
-        return ""
-    try:
-        size = (place / VERDICT_FILE).stat().st_size
-    except OSError:
-        return ""
-    if size > MAX_VERDICT_BYTES:
-        return f"({VERDICT_FILE} has {size:,} bytes, too many to be shown)"
+    for name in (VERDICT_FILE, NOTE_FILE) if _is_name(rollout_id) and not place.is_symlink() else ():
+        size = (place / name).stat().st_size if (place / name).is_file() and not (place / name).is_symlink() else 0
+        if size > MAX_NOTE_BYTES:
+            return f"({name} has {size:,} bytes, too many to be shown)"
+        if size:
+            return _note_text(place, name)
+    return ""
+
+
+def _note_text(place: Path, name: str) -> str:
+    if name == NOTE_FILE:
+        return cut((place / name).read_text("utf-8", "replace"))
     verdict = read_verdict_file(place)
-    return cut(verdict.explanation) if verdict else f"({VERDICT_FILE} cannot be read)"
+    return cut(verdict.explanation) if verdict else f"({name} cannot be read)"
 
 
 def _artifacts(folder: Path, rollout_id: str) -> list[str]:

@@ -32,6 +32,8 @@ CURVES = (
     "version", "rollouts", "served_share", "peak_memory_mb",
 )  # fmt: skip
 """Numbers of a step that become curves, by their names in `metrics.jsonl`."""
+GROWTH = ("total_rollouts", "total_tokens")
+"""Curves of what a run has trained so far."""
 TOTALS = ("masked", "inexact", "breaks", "ends")
 """Counts by reason that are added up over all steps."""
 HEAD_BYTES = 64 * 1024
@@ -97,7 +99,7 @@ class MetricsTable:
 
     def _clear(self) -> None:
         self.steps: list[int] = []
-        self.columns: dict[str, list[float | None]] = {name: [] for name in (*CURVES, "margin", "length")}
+        self.columns: dict[str, list[float | None]] = {name: [] for name in (*CURVES, "margin", "length", *GROWTH)}
         self._positions: dict[int, int] = {}
         self.totals: dict[str, Counter[str]] = {name: Counter() for name in TOTALS}
         self.tokens = Counter[str]()
@@ -133,11 +135,16 @@ class MetricsTable:
             total.update({str(key): int(n) for key, n in counted.items()})
         for name in ("sampled_tokens", "exact_tokens", "trained_tokens", "unhashed_tokens"):
             self.tokens[name] += int(entry.get(name) or 0)
+        values["total_tokens"] = self.tokens["sampled_tokens"]
+        values["total_rollouts"] = (self._last("total_rollouts") or 0) + (rollouts or 0)
         self.planned = entry.get("steps", self.planned)
         self.steps.append(step)
         self._positions[step] = position
         for name, column in self.columns.items():
             column.append(values.get(name, 0.0 if name.startswith(COMPONENT) else None))
+
+    def _last(self, name: str) -> float | None:
+        return self.columns[name][-1] if self.steps else None
 
     def entry(self, step: int) -> dict[str, Any] | None:
         """Returns the whole line of one step; None if there is none."""

@@ -38,6 +38,23 @@ REASONS = {
     "template_rewrites_history": "the chat template writes earlier messages differently: all was rendered anew",
 }
 """Why tokens were not trained, or groups dropped."""
+ENDS = {
+    "agent_error": "the agent raised an error, or made no model call",
+    "timeout": "it ran longer than rollout.agent_timeout_s, or its group than rollout.group_timeout_s",
+    "cancelled": "the run was stopped; its place got a new attempt",
+    "lost": "the process died; its place got a new attempt",
+    "engine_error": "the engine failed a call",
+    "grader_error": "the grader raised, ran too long, or gave no finite reward",
+    "refused": "a runner elsewhere would not take it",
+    "superseded": "a runner elsewhere gave up on it for another attempt",
+    "branch_diverged": "a branch whose program did not repeat the recorded requests",
+}
+NOTICES = {
+    "finish:length": "the reply was cut at its limit of tokens",
+    "capped:max_tokens": "asked for more tokens than sampling.max_tokens",
+}
+MEANINGS = {"ends": ENDS, "notices": NOTICES}
+"""By kind of loss; the others have theirs in `REASONS`."""
 
 
 def cut(value: Any, most: int = MAX_TEXT, depth: int = MAX_DEPTH) -> Any:

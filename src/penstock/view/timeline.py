@@ -41,16 +41,19 @@ def timeline(folder: Path, database: PoolDatabase | None, *, until: float | None
     calls = _calls(database, agents[-MAX_ROLLOUTS:]) if database else []
     seen += [span for span in calls if (span.end or 0) >= start and span.start <= end]
     kept = sorted(seen, key=lambda span: span.start)[-MAX_SPANS:]
+    is_cut = cut_short or len(kept) < len(seen) or len(agents) > MAX_ROLLOUTS
+    gaps = [] if is_cut else _gaps([span for span in seen if span.lane in ("engine", "trainer")], start, end)
+    busy = {lane: _covered([s for s in seen if s.lane == lane], start, end) for lane in ("engine", "agents", "graders", "trainer")}
+    if not is_cut:  # calls that are not seen would count as idle time
+        busy["idle"] = _covered(gaps, start, end)
     return {
         "start": bounds[0],
         "end": bounds[1],
         "from": start,
         "to": end,
-        "spans": [span._asdict() for span in kept],
-        "cut": cut_short or len(kept) < len(seen) or len(agents) > MAX_ROLLOUTS,
-        "busy": {
-            lane: _covered([s for s in seen if s.lane == lane], start, end) for lane in ("engine", "agents", "graders", "trainer")
-        },
+        "spans": [span._asdict() for span in (*kept, *gaps)],
+        "cut": is_cut,
+        "busy": busy,
     }
 
 
@@ -58,14 +61,19 @@ def _covered(spans: list[Span], start: float, end: float) -> float | None:
     """Returns the share of the window in which at least one span was going on."""
     if end <= start:
         return None
-    total, reached = 0.0, start
+    return 1 - sum((gap.end or end) - gap.start for gap in _gaps(spans, start, end)) / (end - start)
+
+
+def _gaps(spans: list[Span], start: float, end: float) -> list[Span]:
+    """Returns the times of the window in which none of the spans was going on; waiting does not count."""
+    found, reached = list[Span](), start
     for span in sorted(spans, key=lambda each: each.start):
         if span.name.startswith("waits"):
             continue
-        low, high = max(span.start, reached), min(span.end or end, end)
-        if high > low:
-            total, reached = total + high - low, high
-    return total / (end - start)
+        if span.start > reached:
+            found.append(Span("idle", reached, min(span.start, end), "neither engine nor trainer"))
+        reached = max(reached, span.end or end)
+    return found + ([Span("idle", reached, end, "neither engine nor trainer")] if reached < end else [])
 
 
 def _spans(events: list[dict[str, Any]], until: float | None) -> list[Span]:

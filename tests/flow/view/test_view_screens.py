@@ -1,5 +1,6 @@
 """The dashboard's screens as JSON, over HTTP routes without a socket: of finished, crashed, copied and PostgreSQL runs."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ from view_cases import HOSTILE, Screens, make_evaluation, make_run, metrics
 
 from penstock.run.folder import RunFolder
 from penstock.view.app import HEADERS
+from penstock.view.timeline import timeline
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +42,7 @@ def test_a_run_shows_what_was_lost_and_why(screens):
     told = screens.get("run", run="run")
     assert told["lost"]["ends"] == {"agent_error": 1}
     assert told["lost"]["masked"] == {"greedy": 24, HOSTILE: 3} and told["lost"]["breaks"] == {"history_edited": 28}
-    assert "temperature 0" in told["reasons"]["greedy"]
+    assert "temperature 0" in told["reasons"]["masked"]["greedy"] and "raised an error" in told["reasons"]["ends"]["agent_error"]
     assert [(alarm["kind"], alarm["count"]) for alarm in told["alarm_counts"]] == [("rollout.forged", 1)]
     assert [(each["step"], each["reward"]) for each in told["heldout"]] == [(0, 0.2), (2, 0.6)]
 
@@ -63,6 +65,7 @@ def test_named_parts_of_the_reward_are_curves_that_begin_at_zero(tmp_path):
 def test_a_step_opens_its_groups_with_rewards_and_advantages(screens):
     told = screens.get("step", run="run", step=1)
     assert [group["id"] for group in told["groups"]] == ["train-0", "train-1"]
+    assert (told["last"], screens.get("step", run="run", step=3)["last"]) == (False, True)
     second = told["groups"][1]["rollouts"]
     assert [each["reward"] for each in second] == [0.0, 1.0, 0.0, 1.0]
     assert [round(each["advantage"], 3) for each in second] == [-1.0, 1.0, -1.0, 1.0]
@@ -97,6 +100,16 @@ def test_a_judges_note_is_shown_with_the_rollout(root):
     assert Screens(root).get("rollout", run="run", rollout="train-0.0.1")["note"] == "too short <b>"
 
 
+def test_a_note_of_a_grader_of_ones_own_is_shown_and_a_link_is_not_followed(root):
+    folder = root / "run" / "artifacts" / "train-1.1.1"
+    folder.mkdir(parents=True)
+    (folder / "note.txt").write_bytes(b"42 was expected \xff")
+    assert Screens(root).get("rollout", run="run", rollout="train-1.1.1")["note"] == "42 was expected \ufffd"
+    (folder / "note.txt").rename(folder / "elsewhere")
+    (folder / "note.txt").symlink_to(folder / "elsewhere")
+    assert Screens(root).get("rollout", run="run", rollout="train-1.1.1")["note"] == ""
+
+
 def test_the_exact_request_of_a_call_has_all_messages_on_its_path(screens):
     told = screens.get("call", run="run", rollout="train-0.1.1", call=1)
     assert [message["role"] for message in told["request"]["messages"]] == ["user", "assistant", "tool"]
@@ -124,6 +137,21 @@ def test_the_timeline_has_agents_graders_trainer_and_publications(screens):
     ]
 
 
+def test_times_in_which_neither_engine_nor_trainer_works_are_idle(tmp_path):
+    times = {"step.start": 100.0, "train.start": 104.0, "train.step": 106.0, "run.end": 110.0}
+    (tmp_path / "events.jsonl").write_text(
+        "".join(json.dumps({"time": at, "kind": kind, "step": 1}) + "\n" for kind, at in times.items())
+    )
+    told = timeline(tmp_path, None, until=None)
+    assert [(span["start"], span["end"]) for span in told["spans"] if span["lane"] == "idle"] == [(100.0, 104.0), (106.0, 110.0)]
+    assert (told["busy"]["trainer"], told["busy"]["idle"]) == (pytest.approx(0.2), pytest.approx(0.8))
+
+
+def test_the_pool_grows_by_what_each_step_adds(screens):
+    told = screens.get("metrics", run="run")["columns"]
+    assert (told["total_rollouts"], told["total_tokens"]) == ([8, 16, 24], [40, 80, 120])
+
+
 def test_the_pool_shows_the_ledger_and_that_each_group_is_in_it_once(screens):
     told = screens.get("pool", run="run")
     assert told["check"] == {"lines": 6, "groups": 6, "trained": 6, "is_exact": True}
@@ -139,6 +167,7 @@ def test_what_was_not_done_as_asked_is_shown_of_runs_and_evaluations(screens):
 def test_evaluations_are_compared_by_task_worst_regression_first(screens):
     told = screens.get("evals", runs="before,after")
     assert [(row["task"], row["change"]) for row in told["rows"]] == [("task-0", -1.0), ("task-1", 0.5)]
+    assert [row["prompt"] for row in told["rows"]] == [f"0 {HOSTILE}", f"1 {HOSTILE}"]
     paired = told["columns"][1]["paired"]
     assert (paired["value"], told["columns"][1]["shared"]) == (-0.25, 2)
 

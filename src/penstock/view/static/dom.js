@@ -44,6 +44,10 @@ export function age(seconds) {
   return `${Math.floor(seconds)} s`;
 }
 
+export const ago = (seconds) => (seconds >= 0 ? `${age(seconds)} ago` : "–");
+
+export const signed = (value, digits) => `${value > 0 ? "+" : ""}${number(value, digits)}`;
+
 export const clock = (time) => new Date(time * 1000).toLocaleTimeString("en-GB");
 
 export function bytes(count) {
@@ -57,7 +61,7 @@ export function table(names, rows, props) {
   const numeric = names.map((name) => typeof name !== "string");
   const body = rows.map((row) => h("tr", { class: "pick" }, row.map((cell, at) => h("td", { class: numeric[at] ? "num" : null }, cell))));
   return h("div", { class: "wide", tabindex: "0", role: "region", "aria-label": (props && props.label) || "table" },
-    h("table", null, h("thead", null, h("tr", null, head)), h("tbody", null, body)));
+    h("table", { class: props && props.slim ? "slim" : null }, h("thead", null, h("tr", null, head)), h("tbody", null, body)));
 }
 
 export const tile = (name, value, title) => h("div", { class: "tile", title }, h("span", { class: "dim" }, name), h("b", null, value));

@@ -10,6 +10,8 @@ import { tokensScreen } from "./tokens.js";
 // Addresses: #/runs, #/evals, #/run/RUN, #/run/RUN/step/3, … with every part percent-encoded.
 const SCREENS = { "": runScreen, step: stepScreen, groups: groupsScreen, ended: endedScreen, search: searchScreen, group: groupScreen, rollout: rolloutScreen, tokens: tokensScreen,
   timeline: timelineScreen, pool: poolScreen };
+// The tab that a screen without one belongs to.
+const WITHIN = { step: "", ended: "", search: "groups", group: "groups", rollout: "groups", tokens: "groups" };
 let leave = new AbortController();
 
 export const link = (...parts) => `#/${parts.map((part) => encodeURIComponent(part)).join("/")}`;
@@ -22,17 +24,17 @@ function address() {
 }
 
 function header(run, current) {
-  const item = (text, href, here) => h("a", { href, "aria-current": here ? "page" : null }, text);
-  const places = exported ? [] : [item("Runs", "#/runs", current === "runs"), item("Evaluations", "#/evals", current === "evals")];
-  if (run) {
-    places.push(item(said(run), link("run", run), current === ""), item("Groups", link("run", run, "groups"), current === "groups"));
-    if (!exported) places.push(item("Timeline", link("run", run, "timeline"), current === "timeline"), item("Pool", link("run", run, "pool"), current === "pool"));
-  }
+  const item = (text, href, name) => h("a", { href, "aria-current": name === current ? "page" : name === WITHIN[current] ? "true" : null }, text);
+  const brand = h("span", { class: "brand" }, "Penstock");
+  const places = exported ? [] : [item("Runs", "#/runs", "runs"), item("Evaluations", "#/evals", "evals")];
+  const tabs = run ? [item("Overview", link("run", run), ""), item("Groups", link("run", run, "groups"), "groups")] : [];
+  if (run && !exported) tabs.push(item("Timeline", link("run", run, "timeline"), "timeline"), item("Pool", link("run", run, "pool"), "pool"));
   const find = h("input", { type: "search", id: "find", placeholder: exported ? "group or rollout" : "id, or words", "aria-label": "Go to a step, group or rollout by its id, or search conversations (key /)" });
   const form = h("form", { role: "search", onsubmit: (event) => { event.preventDefault(); go(run, find.value.trim()); } }, find);
   const theme = h("button", { type: "button", onclick: switchTheme, "aria-label": "Switch between light and dark (key t)" }, "◐");
   const keys = h("button", { type: "button", onclick: showKeys, "aria-label": "Keys (key ?)" }, "?");
-  document.getElementById("top").replaceChildren(h("nav", { "aria-label": "screens" }, places), h("span", { class: "grow" }), ...(run ? [form] : []), theme, keys);
+  document.getElementById("top").replaceChildren(h("div", { class: "row" }, brand, h("nav", { "aria-label": "screens" }, places), h("span", { class: "grow" }), run ? form : null, theme, keys),
+    ...(run ? [h("div", { class: "row tabs" }, said(run, { class: "text of" }), h("nav", { "aria-label": "screens of the run" }, tabs))] : []));
 }
 
 async function go(run, text) {

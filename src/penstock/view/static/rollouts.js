@@ -3,6 +3,7 @@ import { ask } from "./api.js";
 import { badge, clock, h, number, said, table, tile, tint } from "./dom.js";
 
 const MOST_CREDITS = 12;
+const PREVIEW = 100; // characters of a folded text
 // The advantage of a call: one number, or the mean of its tokens' with the least and the largest.
 const range = (each) => (each.low === each.high ? number(each.mean) : `${number(each.mean)} (${number(each.low)} to ${number(each.high)})`);
 const REWARD_TITLE = "reward; opens the rollout";
@@ -24,8 +25,8 @@ export async function stepScreen({ run, rest, link }) {
   const step = Number(rest[0]);
   const told = await ask("step", { run, step });
   const m = told.metrics;
-  const around = h("p", { class: "bar" }, step > 1 ? h("a", { rel: "prev", href: link("run", run, "step", step - 1) }, "← previous step") : null, h("a", { rel: "next", href: link("run", run, "step", step + 1) }, "next step →"));
-  const shown = [["reward", m.reward], ["version", m.version], ["rollouts", m.rollouts], ["trained tokens", m.trained_tokens], ["entropy", m.entropy], ["KL", m.kl_behaviour], ["gap", m.logprob_gap], ["staleness", m.staleness], ["groups of equal reward", m.groups_equal], ["seconds", (m.rollout_s ?? 0) + (m.train_s ?? 0)]];
+  const around = h("p", { class: "bar" }, step > 1 ? h("a", { rel: "prev", href: link("run", run, "step", step - 1) }, "← previous step") : null, told.last ? null : h("a", { rel: "next", href: link("run", run, "step", step + 1) }, "next step →"));
+  const shown = [["reward", m.reward], ["version", m.version], ["rollouts", m.rollouts], ["trained tokens", m.trained_tokens], ["entropy", m.entropy], ["KL", m.kl_behaviour], ["log-prob. gap", m.logprob_gap], ["staleness", m.staleness], ["groups without signal", m.groups_equal], ["seconds", (m.rollout_s ?? 0) + (m.train_s ?? 0)]];
   return [h("h1", null, `Step ${step}`), around, h("div", { class: "tiles" }, shown.filter(([, value]) => value !== undefined).map(([name, value]) => tile(name, number(value)))), h("h2", null, "Groups that it trained"), groupsTable(run, told.groups, link),
     h("details", null, h("summary", null, "All its numbers"), h("pre", { tabindex: "0" }, JSON.stringify(m, null, 2)))];
 }
@@ -85,7 +86,7 @@ export async function groupScreen({ run, rest, link }) {
     each.message ? h("pre", { tabindex: "0" }, each.message) : null,
     told.parting === null || !each.next ? null : [h("p", { class: "dim" }, each.parts_at === null ? "after the shared tokens:" : `after the shared tokens, in call ${each.parts_at}:`), h("pre", { tabindex: "0" }, each.next)],
     h("p", { class: "dim" }, "last reply:"), h("pre", { tabindex: "0" }, each.last || "(no text)")));
-  return [h("h1", null, "Group ", said(told.id)), h("p", { class: "dim" }, `${told.channel} · number ${told.seq} · `, told.step === null ? trained : h("a", { href: link("run", run, "step", told.step) }, trained)),
+  return [h("h1", null, "Group ", said(told.id)), h("p", { class: "dim" }, `${told.channel} · `, told.step === null ? trained : h("a", { href: link("run", run, "step", told.step) }, trained)),
     h("h2", null, "Task ", said(told.task.id)), messages(told.task.prompt), told.task.label === null ? null : h("p", null, h("span", { class: "dim" }, "label: "), said(told.task.label)),
     h("h2", null, "Attempts"), h("p", { class: "dim" }, told.parting === null ? "" : `All share their first ${number(told.parting)} tokens.`), h("div", { class: "columns", tabindex: "0", role: "region", "aria-label": "attempts side by side" }, cards),
     told.replaced.length ? h("p", null, "Replaced attempts: ", told.replaced.map((each) => [h("a", { href: link("run", run, "rollout", each.id) }, said(each.id)), " "])) : null].filter(Boolean);
@@ -102,17 +103,17 @@ export async function rolloutScreen({ run, rest, params, link }) {
   const beside = (place, rel, text) => (told.places[place] ? h("a", { rel, href: link("run", run, "rollout", told.places[place]) }, text) : null);
   const credit = told.credit;
   const trainedCalls = told.calls.filter((call) => call.trained);
-  const training = credit.step === null ? `its group is ${credit.state || "unknown"}` : `its group was trained in step ${credit.step}`;
+  const training = credit.step === null ? `its group is ${credit.state || "unknown"}` : ["its group was trained in ", h("a", { href: link("run", run, "step", credit.step) }, `step ${credit.step}`)];
   return [h("h1", null, "Rollout ", said(told.id)), h("p", { class: "bar" }, h("a", { href: link("run", run, "group", told.group) }, "group ", said(told.group)), beside(at - 1, "prev", "← previous"), beside(at + 1, "next", "next →")),
     h("div", { class: "tiles" }, tile("reward", number(told.reward)), tile("end", told.end || "running"), Object.keys(credit.policies || {}).length ? Object.entries(credit.policies).map(([name, value]) => tile(`advantage of ${name}`, number(value))) : tile("advantage", { call: "by call", token: "by token" }[credit.level] || number(credit.advantage), credit.unknown || null), tile("calls", number(told.call_count)), tile("attempt", told.attempt)),
     h("section", { id: "why" }, h("h2", null, "Why this reward"), h("p", null, said(told.why)),
-      told.grades.length ? table(["source", "for", ["reward"]], told.grades.map((each) => [said(each.source), each.step !== null ? `call ${each.step}` : each.transcript !== null ? ["transcript ", said(each.transcript)] : "the rollout", number(each.reward)]), { label: "grades" }) : null,
+      told.grades.length ? table(["source", "for", ["reward"]], told.grades.map((each) => [said(each.source), each.step !== null ? `call ${each.step}` : each.transcript !== null ? ["transcript ", said(each.transcript)] : "the rollout", number(each.reward)]), { label: "grades", slim: true }) : null,
       credit.unknown ? h("p", { class: "warn" }, `The advantage is not known: ${credit.unknown}.`) : null,
       told.note ? [h("p", { class: "dim" }, "the grader's note:"), h("pre", { tabindex: "0" }, told.note)] : null,
       told.message ? h("pre", { class: "bad", tabindex: "0" }, told.message) : null,
-      told.marks.length ? table(["mark", "trainable", "quality", "note"], told.marks.map((each) => [each.step === null ? "rollout" : `call ${each.step}`, each.trainable ? "yes" : "no", number(each.quality), said(each.note)]), { label: "marks" }) : null),
-    h("p", null, `${trainedCalls.length} of ${told.calls.length} calls shown were trained; ${training}. `, told.calls.length ? h("a", { href: link("run", run, "tokens", told.id, (trainedCalls[0] || told.calls[0]).index) }, "Which of its tokens were trained?") : null),
-    h("h2", null, "Task"), messages(told.task.prompt), told.task.label === null ? null : h("p", null, h("span", { class: "dim" }, "label: "), said(told.task.label)),
+      told.marks.length ? table(["mark", "trainable", "quality", "note"], told.marks.map((each) => [each.step === null ? "rollout" : `call ${each.step}`, each.trainable ? "yes" : "no", number(each.quality), said(each.note)]), { label: "marks", slim: true }) : null),
+    h("p", null, `${trainedCalls.length} of ${told.calls.length} calls shown were trained; `, training, ". ", told.calls.length ? h("a", { href: link("run", run, "tokens", told.id, (trainedCalls[0] || told.calls[0]).index) }, "Which of its tokens were trained?") : null),
+    h("details", null, h("summary", null, "Task ", said(told.task.id, { class: "text mono dim" })), messages(told.task.prompt)), told.task.label === null ? null : h("p", null, h("span", { class: "dim" }, "label: "), said(told.task.label)),
     h("h2", null, "Conversation"), conversation(run, told, link),
     told.next === null ? null : h("p", null, h("a", { href: `${link("run", run, "rollout", told.id)}?first=${told.next}` }, "later calls →")),
     told.retries.length > 1 ? h("p", null, "Attempts at this place: ", told.retries.map((each) => [h("a", { href: link("run", run, "rollout", each), "aria-current": each === told.id ? "page" : null }, said(each)), " "])) : null,
@@ -152,7 +153,7 @@ function callView(call, run, told, link) {
   return h("div", { id: `call-${call.index}` },
     call.break ? h("p", { class: "bad" }, `break: ${call.break}. `, call.break_text || "") : null,
     call.tools.length ? h("p", { class: "dim" }, "tools: ", said(call.tools.join(", "))) : null,
-    messages(call.messages), h("div", { class: `message reply${call.trained ? " trained" : ""}` }, h("p", { class: "dim" }, facts, " · ", state, call.mask_text ? ` (${call.mask_text})` : "", " · ", h("a", { href: link("run", run, "tokens", told.id, call.index) }, "tokens")), body(call.reply)), exact);
+    messages(call.messages), h("div", { class: `message reply${call.trained ? " trained" : ""}` }, h("p", { class: "dim" }, h("span", { class: "role" }, "assistant"), " ", facts, " · ", state, call.mask_text ? ` (${call.mask_text})` : "", " · ", h("a", { href: link("run", run, "tokens", told.id, call.index) }, "tokens")), body(call.reply)), exact);
 }
 
 async function loadCall(place, run, rollout, call) {
@@ -163,17 +164,24 @@ async function loadCall(place, run, rollout, call) {
   } catch (error) { place.append(h("p", { class: "bad" }, said(error.message))); }
 }
 
-export const messages = (list) => (list || []).map((message) => (typeof message === "string" ? h("p", { class: "dim" }, message) : h("div", { class: "message" }, h("p", { class: "dim" }, said(String(message.role ?? "?"))), body(message))));
+export const messages = (list) => (list || []).map((message) => (typeof message === "string" ? h("p", { class: "dim" }, message) : h("div", { class: "message" }, h("p", { class: "role" }, said(String(message.role ?? "?"))), body(message))));
+
+// A tool's call or result: one line that unfolds, or the whole text where it fits into the line.
+function folded(name, text) {
+  const short = text.length <= PREVIEW && !text.includes("\n");
+  const line = [name, " ", h("code", { class: "text" }, short ? text : `${text.slice(0, PREVIEW).replaceAll("\n", " ")}…`)];
+  return short ? h("p", { class: "tool" }, line) : h("details", { class: "tool" }, h("summary", null, line, h("span", { class: "dim" }, ` ${number(text.length)} characters`)), h("pre", { tabindex: "0" }, text));
+}
 
 function body(message) {
   const text = message.content;
   const parts = [];
   if (message.reasoning_content) parts.push(h("details", null, h("summary", { class: "dim" }, "reasoning"), h("pre", { tabindex: "0" }, String(message.reasoning_content))));
-  if (typeof text === "string" && text) parts.push(message.role === "tool" && text.length > 400 ? h("details", null, h("summary", { class: "dim" }, `tool result, ${number(text.length)} characters`), h("pre", { tabindex: "0" }, text)) : h("pre", { tabindex: "0" }, text));
+  if (typeof text === "string" && text) parts.push(message.role === "tool" ? folded("result", text) : h("pre", { tabindex: "0" }, text));
   else if (text !== null && text !== undefined && text !== "") parts.push(h("pre", { tabindex: "0" }, JSON.stringify(text, null, 2)));
   for (const call of Array.isArray(message.tool_calls) ? message.tool_calls : []) {
     const f = (call && call.function) || {};
-    parts.push(h("details", { open: true }, h("summary", null, "calls ", h("code", { class: "text" }, String(f.name ?? "?"))), h("pre", { tabindex: "0" }, String(f.arguments ?? ""))));
+    parts.push(folded(["calls ", h("code", { class: "text strong" }, String(f.name ?? "?"))], String(f.arguments ?? "")));
   }
   return parts.length ? parts : h("p", { class: "dim" }, "(empty)");
 }
