@@ -1,9 +1,10 @@
 """Every point at which a vLLM server may fall silent, in every way: none leaves it paused, harmed, or a run without an end."""
 
 import asyncio
+import gc
 import itertools
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 
 import pytest
@@ -214,7 +215,7 @@ def test_no_answer_at_any_point_leaves_a_server_paused_or_a_run_without_an_end(
         await asyncio.sleep(SILENT_S)  # connections that were reset are closed in the next rounds of the loop
 
     room = asyncio.Semaphore(8)
-    asyncio.run(all_cases())
+    play(all_cases())
 
 
 @pytest.mark.slow
@@ -241,7 +242,7 @@ def test_no_sequence_of_answers_leaves_a_server_paused_or_a_run_without_an_end(v
         await asyncio.sleep(SILENT_S)
 
     room = asyncio.Semaphore(8)
-    asyncio.run(all_cases())
+    play(all_cases())
 
 
 @pytest.mark.slow
@@ -275,7 +276,12 @@ def test_no_answer_during_the_opening_leaves_a_run_without_an_end(version: str, 
         await asyncio.sleep(SILENT_S)
 
     room = asyncio.Semaphore(8)
-    asyncio.run(all_cases())
+    play(all_cases())
+
+
+def play(cases: Coroutine[None, None, None]) -> None:
+    asyncio.run(cases)
+    gc.collect()  # what a reset has left open is found here, where that is ignored, and not at the end of the session
 
 
 async def come_next(server: FakeVllm) -> None:
