@@ -14,7 +14,8 @@ TINY = Path(__file__).parents[2] / "examples" / "multiply" / "tiny.toml"
 
 def train(folder: Path, steps: int, *more: str, url: str | None = None) -> CompletedProcess[str]:
     where = f'pool.url="{server_url() if url is None else url}"'
-    settings = ['pool.name="postgres"', where, 'run.name="shared"', f"train.steps={steps}", "dataset.eval_limit=1"]
+    training = [f"train.steps={steps}", "dataset.eval_limit=1", "train.attack_grader=false"]
+    settings = ['pool.name="postgres"', where, 'run.name="shared"', *training]
     folder.mkdir(exist_ok=True)
     return called(folder, "train", TINY, "--json", *more, *(part for setting in settings for part in ("--set", setting)))
 

@@ -60,6 +60,7 @@ lr = 1e-3
 method = "{method}"
 advantage = "{advantage}"
 checkpoint_every = {every}
+attack_grader = false
 """
 ADVANTAGES = {"poisoned": "poisoned:grpo_but_for_one", "vine": "vine"}
 """By the first part of a run's name."""

@@ -44,7 +44,10 @@ SCRIPTS = {
 
 SMALL = [
     part
-    for setting in ("model.name=tiny", "train.steps=1", "rollout.groups_per_step=1", "sampling.max_tokens=24")
+    for setting in (
+        *("model.name=tiny", "train.steps=1", "rollout.groups_per_step=1", "sampling.max_tokens=24"),
+        "train.attack_grader=false",
+    )
     for part in ("--set", setting)
 ]
 """For `make test`: no download, and few tokens."""

@@ -11,7 +11,7 @@ TINY = ["model.name=tiny", "workflow.show_examples=false", "workflow.max_tokens=
 """The tiny policy's context is too short for worked examples."""
 FORMS = ["tiny", "flow", "command", "multiply-local-strands", "multiply-local-openai"]
 """The others are the same agents in another of these two layouts."""
-BRIEF = ["rollout.group_size=2", "rollout.groups_per_step=1", "train.steps=1", "dataset.eval_limit=1"]
+BRIEF = ["rollout.group_size=2", "rollout.groups_per_step=1", "train.steps=1", "dataset.eval_limit=1", "train.attack_grader=false"]
 
 
 def options(*settings):
