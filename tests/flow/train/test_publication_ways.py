@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -115,14 +116,35 @@ def test_the_tensors_that_are_sent_are_those_of_a_model_folder(tmp_path: Path):
     assert all(value.untyped_storage().data_ptr() in owned for value in sent.values())  # nothing is copied
 
 
-def test_nccl_is_told_to_the_server_and_broadcast_in_its_order(tmp_path: Path):
-    """The communicator is vLLM's, which needs GPUs: here it only says what it was given."""
-    sender, heard = NcclSender(load_decoder(write_policy(tmp_path / "0"))), []
-    info, join = sender.connect("http://127.0.0.1:8000", 2)
+class RecordingCommunicator:
+    """In place of vLLM's, which needs GPUs: it keeps what it was to broadcast."""
+
+    def __init__(self) -> None:
+        self.sent: list[torch.Tensor] = []
+
+    def broadcast(self, value: torch.Tensor, *, src: int, stream: Any) -> None:
+        assert src == 0 and value.is_contiguous()
+        self.sent.append(value)
+
+    def synchronize(self) -> None:
+        """As its own stream."""
+
+
+def test_nccl_is_told_to_the_server_and_broadcast_in_its_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    heard, url = RecordingCommunicator(), "http://127.0.0.1:8000"
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: heard)
+    decoder = load_decoder(write_policy(tmp_path / "0"))
+    sender = NcclSender(decoder)
+    info, join = sender.connect(url, 2)
     assert (info["rank_offset"], info["world_size"], info["master_address"], join is not None) == (1, 3, "127.0.0.1", True)
-    info, work = sender.send("http://127.0.0.1:8000")
-    assert (info["names"][0], info["dtype_names"][0], work is not None) == ("model.embed_tokens.weight", "float32", True)
-    assert heard == [] and set(info) == {"names", "dtype_names", "shapes"}
+    sender._groups[url] = heard  # what `join` would have put there
+    info, work = sender.send(url)
+    assert set(info) == {"names", "dtype_names", "shapes"} and work is not None and heard.sent == []
+    work()
+    tensors = public_tensors(decoder)
+    assert [list(value.shape) for value in heard.sent] == info["shapes"] and set(info["dtype_names"]) == {"float32"}
+    assert all(torch.equal(tensors[name], value) for name, value in zip(info["names"], heard.sent, strict=True))
 
 
 # Whole runs
