@@ -141,6 +141,11 @@ def faults(page, name: str) -> list[str]:
     if not page.evaluate("() => window.pwned === undefined && !document.querySelector('main script, main img, main iframe')"):
         found.append("a text became an element")
     text = page.locator("main").inner_text()
+    found += (
+        ["a mark that turns the direction of what follows"]
+        if set(text) & set("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+        else []
+    )
     found += ["an error"] if page.locator(".error").count() else []
     found += ["nothing"] if len(text) < 20 else []
     found += ["no hostile text"] if name in SHOWN and HOSTILE.split(">")[0] not in text else []

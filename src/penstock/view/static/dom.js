@@ -14,9 +14,13 @@ export function h(tag, props, ...children) {
 export function append(parent, children) {
   for (const child of children.flat(Infinity)) {
     if (child === null || child === undefined || child === false) continue;
-    parent.append(child instanceof Node ? child : document.createTextNode(String(child)));
+    parent.append(child instanceof Node ? child : document.createTextNode(shown(String(child))));
   }
 }
+
+// Marks that turn the direction of what follows are shown as escapes: a text could end the isolation that CSS gives it.
+const TURNS = /[\u202a-\u202e\u2066-\u2069]/g;
+const shown = (text) => text.replace(TURNS, (mark) => `\\u${mark.charCodeAt(0).toString(16)}`);
 
 const SVG = "http://www.w3.org/2000/svg";
 export function s(tag, props, ...children) {
