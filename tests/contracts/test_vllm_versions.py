@@ -192,6 +192,7 @@ IN_MEMORY = f"engine.remove_if_killed(Path(folder))\n    {PAUSED}"
 ASLEEP = "async with engine.asleep():"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_run_that_is_killed_leaves_no_server_paused(number: signal.Signals, start: Path):
     async def case():
@@ -203,6 +204,7 @@ def test_a_run_that_is_killed_leaves_no_server_paused(number: signal.Signals, st
     run(case())
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_leaves_no_weights_in_memory_once_its_server_has_read_them(start: Path):
     async def case():
         async with FakeVllm() as server:
@@ -215,6 +217,7 @@ def test_a_run_that_is_killed_leaves_no_weights_in_memory_once_its_server_has_re
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_while_its_server_sleeps_wakes_it(start: Path):
     async def case():
         async with FakeVllm() as server:
@@ -260,6 +263,7 @@ IN_TRANSFER = """from faults.upstream_cases import NumberedSender
     if await engine.transfer(2, sender, Path(folder), asyncio.Event()):"""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", ["0.22.0", "0.26.0", "0.32.0"])
 @pytest.mark.parametrize("copies", [True, False])
 def test_a_run_that_is_killed_in_the_middle_of_a_transfer_leaves_whole_weights_behind(
