@@ -50,7 +50,7 @@ test-faults: $(STAMP)
 
 test-clients: $(STAMP)
 	$(BIN)/python tests/clients/environments.py
-	PENSTOCK_TEST_CLIENTS=1 $(BIN)/python -m pytest tests/clients
+	PENSTOCK_TEST_CLIENTS=1 $(BIN)/python -m pytest -o timeout=900 tests/clients
 
 test-newcomer: $(STAMP)
 	PENSTOCK_NEWCOMER=1 $(BIN)/python -m pytest -n 0 tests/newcomer

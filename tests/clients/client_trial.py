@@ -19,12 +19,12 @@ from trial_tokenizer import tokenizer_folder
 from penstock.chat.renderer import Renderer
 from penstock.pool import POOLS
 from penstock.records import Attempt, Sampling
-from penstock.testing import CHATML, ScriptedEngine, workbench
+from penstock.testing import CHATML, GatewayFixture, ScriptedEngine, workbench
 
 PROGRAMS = Path(__file__).parent / "programs"
 THINKS = (ROOT / "tests/templates/qwen3.jinja").read_text()
 """A template of a model that reasons: in the history it keeps what was thought since the last question only."""
-DEADLINE_S = 200
+DEADLINE_S = 600
 
 
 @dataclass(frozen=True)
@@ -67,15 +67,33 @@ class Trial:
             results.note(self.name, self.mode, self.environment, seen.attempt)
         return seen
 
-    async def _run(self) -> Seen:
+    async def run_sessions(self) -> list[Attempt]:
+        """Run under the session key, then grade and end each rollout that it opened; returns these."""
+        needs(self.environment)
+        self.folder.mkdir(exist_ok=True)
+        async with AsyncExitStack() as stack:
+            bench, proxy = await self._gateway(stack, sessions=True)
+            root = (await bench.rollout()).base_url.removesuffix("/v1")
+            await self._ended(Place(root, bench.gateway.tokens.session_key), proxy.variables)
+            opened = [attempt for group in await bench.pool.groups("adhoc") for attempt in group.attempts]
+            control = bench.http(bench.gateway.tokens.control)
+            for name in [attempt.rollout.id for attempt in opened]:
+                assert (await control.post(f"/rollouts/{name}/grade", json={"reward": 1.0})).status_code == 200
+                assert (await control.post(f"/rollouts/{name}/end", json={})).status_code == 200
+            return [await bench.pool.attempt(attempt.rollout.id) for attempt in opened]
+
+    async def _gateway(self, stack: AsyncExitStack, *, sessions: bool = False) -> tuple[GatewayFixture, BlockingProxy]:
         renderer = _renderer(self.template)
         core = renderer.tokenizer.core
         engine = ScriptedEngine(lambda ids: self.script(core.decode(ids, skip_special_tokens=False)), renderer.tokenizer, chunk=3)
+        pool = POOLS.load("sqlite")(self.folder.parent / "pool")
+        stack.push_async_callback(pool.close)
+        proxy = await stack.enter_async_context(BlockingProxy())
+        return await stack.enter_async_context(workbench(engine, renderer, pool=pool, serves=True, sessions=sessions)), proxy
+
+    async def _run(self) -> Seen:
         async with AsyncExitStack() as stack:
-            pool = POOLS.load("sqlite")(self.folder.parent / "pool")
-            stack.push_async_callback(pool.close)
-            proxy = await stack.enter_async_context(BlockingProxy())
-            bench = await stack.enter_async_context(workbench(engine, renderer, pool=pool, serves=True))
+            bench, proxy = await self._gateway(stack)
             session = await bench.rollout(sampling=Sampling(max_tokens=4096))
             output = await self._ended(Place(session.base_url.removesuffix("/v1"), session.token), proxy.variables)
             ignored = {name.removeprefix("ignored:") for name in bench.gateway.counts if name.startswith("ignored:")}

@@ -134,7 +134,7 @@ def _wanted(environment: str) -> list[str]:
 def _install_python(environment: str) -> dict[str, str]:
     python = interpreter(environment)
     if python is None:
-        raise SystemExit(f"{environment} needs Python 3.12, which is not on this machine")
+        raise SystemExit(f"{environment} needs Python 3.12, which is not on this machine: name one by PENSTOCK_PYTHON_3_12")
     subprocess.run([python, "-m", "venv", _folder(environment)], check=True)
     pip = [str(python_of(environment)), "-m", "pip", "--disable-pip-version-check"]
     subprocess.run([*pip, "install", "-q", "--upgrade", "-c", ROOT / "constraints.txt", *_wanted(environment)], check=True)

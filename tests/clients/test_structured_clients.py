@@ -38,6 +38,7 @@ WAYS = [
     ),
     *(Way("instructor", "structured_instructor.py", f"chat-{mode}") for mode in ("TOOLS", "JSON", "JSON_SCHEMA", "MD_JSON")),
     *(Way("instructor", "structured_instructor.py", f"messages-{mode}") for mode in ("TOOLS", "JSON")),
+    Way("instructor", "structured_instructor.py", "responses-RESPONSES_TOOLS"),
     *(Way("dspy", "structured_dspy.py", adapter) for adapter in ("json", "chat")),
     *(Way("adk", "structured_adk.py", way) for way in ("chat", "chat-tools", "messages")),
     *(Way("inspect", "structured_inspect.py", api) for api in ("chat", "responses", "messages")),

@@ -1,4 +1,4 @@
-"""instructor, over Chat Completions or Messages; `WAY` is the API and the mode."""
+"""instructor: `WAY` is the API and the mode."""
 
 import instructor
 from person import MODEL, QUESTION, STREAMS, WAY, Person, tell
@@ -12,7 +12,8 @@ else:
     from openai import OpenAI
 
     client = instructor.from_openai(OpenAI(), mode=instructor.Mode[METHOD])
-asked = {"model": MODEL, "max_tokens": 300, "messages": [{"role": "user", "content": QUESTION}], "response_model": Person}
+limit = "max_output_tokens" if API == "responses" else "max_tokens"
+asked = {"model": MODEL, limit: 300, "messages": [{"role": "user", "content": QUESTION}], "response_model": Person}
 if STREAMS:
     asked["response_model"] = Person
     found = list(client.chat.completions.create_partial(**asked))[-1]
