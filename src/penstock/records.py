@@ -8,7 +8,7 @@ frozen; `codec` alone writes them out and reads them back.
 """
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Literal
 
@@ -155,6 +155,24 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedPicture:
+    """A picture in a prompt, and the tokens that stand for it there."""
+
+    digest: str
+    """SHA-256 of its bytes, in hexadecimal; they lie under this name in the folder `pictures` beside the pool."""
+    media_type: str
+    first: int
+    """Where its tokens begin, in those of the node or of the whole prompt."""
+    size: int
+    """How many tokens stand for it."""
+    token: int
+    """The token that the chat template writes in its place, before a server puts in the others."""
+
+    def moved(self, by: int) -> "PlacedPicture":
+        return replace(self, first=self.first + by)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
     """What a caller's messages add to a path of the token graph: glue after the last reply, messages, generation prompt.
 
@@ -174,6 +192,8 @@ class Node:
     reason: str | None = None
     """Why the rollout's earlier tokens could not go on here: a root opened anew, or a branch with a reply that was not sampled;
     None where nothing broke."""
+    pictures: tuple[PlacedPicture, ...] = ()
+    """What the engine saw in place of some of `token_ids`, in their order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

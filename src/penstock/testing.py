@@ -26,6 +26,7 @@ from penstock.errors import ConfigError, EngineBusy, EngineError
 from penstock.gateway import Gateway, GatewayLimits, ServedPolicy, Session
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
+from penstock.pool.pictures import PictureStore
 from penstock.records import Attempt, Finish, Rollout, Sampling, Task, make_rollout
 
 if TYPE_CHECKING:
@@ -252,10 +253,12 @@ async def workbench(
     is_open: bool = False,
     sessions: bool = False,
     policies: Mapping[str, ServedPolicy] | None = None,
+    pictures: Path | None = None,
 ) -> AsyncGenerator[GatewayFixture, None]:
     """A gateway in front of `engine`: over ASGI alone, or on a free port with `serves`. By default the pool is a new one in memory.
 
-    With `is_open` it requires no tokens, with `sessions` the session key works. A text endpoint needs no renderer.
+    With `is_open` it requires no tokens, with `sessions` the session key works. A text endpoint needs no renderer. Pictures that
+    the engine's model sees are kept in the folder `pictures`.
     """
     async with AsyncExitStack() as stack:
         if pool is None:
@@ -273,6 +276,7 @@ async def workbench(
             is_open=is_open,
             sessions=sessions,
             policies=policies,
+            pictures=pictures and PictureStore(pictures),
         )
         if serves:
             await stack.enter_async_context(gateway)

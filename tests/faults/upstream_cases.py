@@ -72,6 +72,9 @@ CHANGES = (
     "/sleep", "/start_weight_update", "/update_weights", "/update_weight_version", "/wake_up",
 )  # fmt: skip
 ADAPTER_ROUTES = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+PICTURE_ROUTES = "/inference/v1/generate", "/v1/chat/completions/render"
+PICTURES = json.loads((Path(__file__).parents[1] / "vllm" / "recorded" / "0.32.0-pictures.json").read_text())
+"""What a real server with the model of `tiny_vision` was asked about pictures, and its answers."""
 MIXED = 99
 """What it holds where only a part of the weights has come."""
 STARTS = count(1_794_844_527)
@@ -103,6 +106,8 @@ class FakeVllm:
         """Whether it was started with `--enable-lora` and VLLM_ALLOW_RUNTIME_LORA_UPDATING."""
         self.replicas = 1
         """Its --data-parallel-size."""
+        self.sees_pictures = False
+        """Whether its model does, and it was started with `--enable-scale-out`. It knows the pictures that were recorded."""
         self.backend: str | None = None
         """Of its `--weight-transfer-config`."""
         self.sleeps = False
@@ -172,7 +177,8 @@ class FakeVllm:
     @property
     def routes(self) -> list[str]:
         dev = DEV_ROUTES + (NAMING_ROUTES if self.names_weights else ())
-        return sorted(ROUTES + (dev if self.trainable else ()) + (ADAPTER_ROUTES if self.takes_adapters else ()))
+        seen = PICTURE_ROUTES if self.sees_pictures else ()
+        return sorted(ROUTES + seen + (dev if self.trainable else ()) + (ADAPTER_ROUTES if self.takes_adapters else ()))
 
     @property
     def url(self) -> str:
@@ -198,6 +204,9 @@ class FakeVllm:
         if self.takes_adapters:
             app.router.add_post("/v1/load_lora_adapter", self._load_adapter)
             app.router.add_post("/v1/unload_lora_adapter", self._unload_adapter)
+        if self.sees_pictures:
+            app.router.add_post(PICTURE_ROUTES[0], self._generate)
+            app.router.add_post(PICTURE_ROUTES[1], self._render)
         if self.trainable:
             for path in set(self.routes) & {*CHANGES}:
                 app.router.add_post(path, self._change)
@@ -279,7 +288,35 @@ class FakeVllm:
         return web.Response(text="\n".join([*lines, "# TYPE vllm:num_requests_running gauge", ""]))
 
     async def _openapi(self, request: web.Request) -> web.Response:
-        return web.json_response({"openapi": "3.1.0", "paths": {route: {} for route in self.routes}})
+        added = {"content_parts": "0.28", "return_token_ids": "0.30"}
+        known = {field: {} for field in PICTURES["fields"]["answer"] if self.version >= added.get(field, "")}
+        schemas = {"GenerateRequest": {"properties": known}} if self.sees_pictures else {}
+        paths = {route: {} for route in self.routes}
+        return web.json_response({"openapi": "3.1.0", "paths": paths, "components": {"schemas": schemas}})
+
+    async def _render(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        for entry in PICTURES.values():
+            if entry.get("body", {}).get("messages") == body["messages"]:
+                return web.json_response(entry["answer"], status=entry["status"])
+        return trouble(400, "Failed to load image: cannot identify image file <_io.BytesIO object>")
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        """Token ids with pictures; the reply is that of `/v1/completions` to the prompt that is made of both, in another form."""
+        body = await request.json()
+        self.requests.append(body)
+        prompt, left = list[int](), [picture_tokens(part["url"]) for part in body["content_parts"]]
+        if None in left:
+            return trouble(400, "Failed to load image: cannot identify image file <_io.BytesIO object>")
+        for token_id in body["token_ids"]:
+            prompt += left.pop(0) or [] if left and token_id == PICTURE_MARK else [token_id]
+        if left:
+            return trouble(500, "Failed to apply prompt replacement for mm_items['image'][1]")
+        settings = {"top_p": 1.0, "top_k": 0, "stop_token_ids": [], **body["sampling_params"]}
+        events = self._events({**settings, "prompt": prompt})
+        return await self._play(
+            request, self.acts.popleft() if self.acts else self.otherwise, list(map(as_tokens, events)), self.held
+        )
 
     async def _is_paused(self, request: web.Request) -> web.Response:
         return web.json_response({"is_paused": self.paused})
@@ -521,6 +558,32 @@ async def opened(urls: Sequence[str], folder: Path | None = None, **fields: Any)
             yield engine
         finally:
             await engine.close()
+
+
+PICTURE_MARK = PICTURES["generate with a mark after them"]["body"]["token_ids"][-1]
+"""The token in whose place a picture's are put."""
+
+
+def picture_tokens(url: str) -> list[int] | None:
+    """The tokens of a picture; None for one that the server cannot read."""
+    for entry in PICTURES.values():
+        content = entry["body"]["messages"][0]["content"] if "messages" in entry.get("body", {}) else []
+        if [part["image_url"]["url"] for part in content] == [url] and entry["status"] == 200:
+            [place] = entry["answer"]["features"]["mm_placeholders"]["image"]
+            return entry["answer"]["token_ids"][place["offset"] : place["offset"] + place["length"]]
+    return None
+
+
+def as_tokens(completion: bytes) -> bytes:
+    """An event of `/v1/completions` as `/inference/v1/generate` sends it."""
+    if completion.startswith(b"data: [DONE]"):
+        return completion
+    [choice] = json.loads(completion[6:])["choices"]
+    pairs = zip(choice["token_ids"], choice["logprobs"]["token_logprobs"], strict=True)
+    content = [{"token_id": token_id, "logprob": logprob, "rank": 1, "top_logprobs": []} for token_id, logprob in pairs]
+    told = {"prompt_token_ids": choice["prompt_token_ids"]} if "prompt_token_ids" in choice else {}
+    kept = {key: choice[key] for key in ("index", "finish_reason", "token_ids")}
+    return event({"request_id": "generate-tokens-1", "usage": None, **told, "choices": [kept | {"logprobs": {"content": content}}]})
 
 
 def event(payload: dict[str, Any]) -> bytes:

@@ -1,7 +1,8 @@
 """Asks a real vLLM server every route that Penstock uses, and writes the answers down.
 
 `python record.py URL MODEL_FOLDER OUT.json [--ipc] [--sleep] [--failures]`. The double of the tests plays these answers.
-Standard library only, except for `--ipc`, which sends weights by CUDA IPC.
+Standard library only, except for `--ipc`, which sends weights by CUDA IPC. With `--pictures FILE.png…` after OUT.json it asks a
+server with a model of pictures, such as that of `tests/helpers/tiny_vision.py`, about these alone.
 """
 
 import base64
@@ -25,8 +26,20 @@ class Recorder:
         self.url, self.model = url, model
         self.answers: list[dict[str, Any]] = []
 
-    def ask(self, label: str, path: str, body: dict[str, Any] | None = None, *, keep: Any = None, limit_s: float = 60.0) -> Any:
-        """GET, or POST `body`; `keep` shortens what is written down. Returns the parsed answer."""
+    def ask(
+        self,
+        label: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        *,
+        keep: Any = None,
+        limit_s: float = 60.0,
+        whole: bool = False,
+    ) -> Any:
+        """GET, or POST `body`; `keep` shortens what is written down of the answer, and without `whole` so is the body.
+
+        Returns the parsed answer.
+        """
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, {"content-type": "application/json"})
         begun = time.monotonic()
@@ -45,7 +58,7 @@ class Recorder:
         kept = keep(parsed) if keep and status == 200 else parsed
         kept = kept if len(json.dumps(kept)) < 20_000 else json.dumps(kept)[:2000]
         method = "GET" if body is None else "POST"
-        shown = json.dumps(body)[:300] if body else body
+        shown = body if whole else json.dumps(body)[:300] if body else body
         entry = {"label": label, "request": f"{method} {path}", "body": shown, "status": status, "type": kind, "answer": kept}
         self.answers.append(entry | {"seconds": round(took_s, 3)})
         print(label, status, json.dumps(kept)[:160], f"{took_s:.3f} s", flush=True)
@@ -128,6 +141,38 @@ class Recorder:
         self.sample("sample after a failed transfer")
         del weights
 
+    def record_pictures(self, files: list[str]) -> None:
+        self.ask("version", "/version")
+        self.ask(
+            "fields", "/openapi.json", keep=lambda found: sorted(found["components"]["schemas"]["GenerateRequest"]["properties"])
+        )
+        self.name = self.ask("models", "/v1/models")["data"][0]["id"]
+        pictures = [base64.b64encode(Path(file).read_bytes()).decode() for file in files]
+        urls = [f"data:image/png;base64,{picture}" for picture in pictures]
+        for url in [*urls, "data:image/png;base64,AAAA"]:
+            rendered = self.render(f"render {url[-8:]}", [url])
+            if "token_ids" in rendered:
+                ids, [place] = rendered["token_ids"], rendered["features"]["mm_placeholders"]["image"]
+                head, tail = ids[: place["offset"]], ids[place["offset"] + place["length"] :]
+        both = self.render("render all", urls)["token_ids"]
+        mark = next(i for i in both if both.count(i) == max(map(both.count, both)))  # the token that stands for a part of a picture
+        self.generate("generate", [*head, mark, *tail], urls[:1])
+        self.generate("generate with all", [*head, *[mark] * len(urls), *tail], urls)
+        self.generate("generate with a mark after them", [*head, mark, *tail, mark], urls[:1])
+        self.generate("generate with too few marks", [*head, mark, *tail], urls * 2)
+        self.generate("generate with a picture that is none", [*head, mark, *tail], ["data:image/png;base64,AAAA"])
+
+    def render(self, label: str, urls: list[str]) -> Any:
+        content = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+        body = {"model": self.name, "messages": [{"role": "user", "content": content}], "mm_payload": "none"}
+        return self.ask(label, "/v1/chat/completions/render", body, whole=True)
+
+    def generate(self, label: str, ids: list[int], urls: list[str]) -> None:
+        settings = {"max_tokens": 2, "temperature": 1.0, "logprobs": 0, "seed": 1, "detokenize": False}
+        parts = [{"type": "image_url", "url": url} for url in urls]
+        body = {"model": self.name, "token_ids": ids, "content_parts": parts, "sampling_params": settings}
+        self.ask(label, "/inference/v1/generate", body | {"return_token_ids": True, "stream": True}, whole=True)
+
     def record_sleep(self) -> None:
         self.ask("sleep", "/sleep?level=1&mode=keep", {})
         self.ask("is sleeping then", "/is_sleeping")
@@ -161,6 +206,8 @@ def nowhere(handles: list[dict[str, Any]]) -> str:
 def main(url: str, model: str, out: str, *options: str) -> None:
     recorder = Recorder(url, Path(model))
     try:
+        if "--pictures" in options:
+            return recorder.record_pictures([option for option in options if option != "--pictures"])
         recorder.record()
         if "--ipc" in options:
             recorder.record_ipc()

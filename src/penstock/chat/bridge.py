@@ -163,7 +163,7 @@ class Bridge:
         """Text from the end of a reply's turn on: its end token, the new messages, the head of the next reply."""
         if kind not in self._ends:
             return None
-        if self._frame is not None and kind == "text" and len(new) == 1 and new[0].keys() == PLAIN and new[0]["role"] == "user":
+        if self._frame is not None and kind == "text" and _is_user_text(new):
             return self._frame.before + new[0]["content"] + self._frame.after
         text = self._template.render([PROBE_USER, _short_reply(reply, kind), *new], generate=True, now=GLUE_TIME)
         place = text.find(self._ends[kind].text, self._start)
@@ -222,6 +222,10 @@ class Bridge:
             return self._template.render(messages, generate=generate, now=GLUE_TIME)
         except RenderError:
             return None
+
+
+def _is_user_text(new: Sequence[Message]) -> bool:
+    return len(new) == 1 and new[0].keys() == PLAIN and new[0]["role"] == "user" and isinstance(new[0]["content"], str)
 
 
 def _short_reply(reply: Message, kind: ReplyKind) -> Message:

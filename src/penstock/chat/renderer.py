@@ -1,12 +1,13 @@
 """Renderer of one model: messages to prompt ids, and sampled ids to text, reasoning and tool calls."""
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from penstock.chat.bridge import PROBE_TOOLS, PROBE_USER, Bridge
+from penstock.chat.bridge import PROBE_TEXT, PROBE_TOOLS, PROBE_USER, Bridge
 from penstock.chat.grammars import GrammarWriter
+from penstock.chat.media import PICTURE, pictures_of
 from penstock.chat.parsers import TOOL_FORMATS
 from penstock.chat.parsers.base import ParseOptions, ReplyParser, ToolFormat, close_reasoning, find_reasoning_tags, opens_reasoning
 from penstock.chat.parsers.hermes import Hermes
@@ -17,6 +18,9 @@ from penstock.records import Message, ReplyFormat, ReplyGrammar
 
 PROMPT_TAIL_TOKENS = 16
 """Tokens at a prompt's end that are decoded to see whether it opens reasoning; even a tag spelled in bytes has fewer."""
+
+PICTURED: Message = {"role": "user", "content": [{"type": PICTURE, "digest": "", "media_type": "image/png"}]}
+"""A message with nothing but a picture."""
 
 LAST_ROOTS, MAX_KEPT = 32, 1 << 16
 """The last prompts' ids are kept, since all rollouts of a group begin with the same one; not those of longer texts."""
@@ -89,6 +93,8 @@ class Renderer:
 
         `system` and `thought` describe the path before the reply; see `Bridge.glue`.
         """
+        if pictures_of(new) and not self._appends_pictures:
+            return None
         messages: list[Message] = self.tokenizer.shield([reply, *new])
         if has_reasoning(reply):
             thought = True
@@ -142,6 +148,16 @@ class Renderer:
             return self._starts_reasoning
         decoder = self.tokenizer.decoder(hidden=frozenset())
         return opens_reasoning(decoder.push(prompt[-PROMPT_TAIL_TOKENS:]) + decoder.finish(), self._tags)
+
+    @cached_property
+    def _appends_pictures(self) -> bool:
+        """Whether a message with a picture is rendered alike after text and after other pictures, which some templates number."""
+        try:
+            texts = [self.template.render([first, PROBE_TEXT, PICTURED], generate=True) for first in (PROBE_USER, PICTURED)]
+        except RenderError:
+            return False
+        after_text, after_picture = (text.partition(PROBE_TEXT["content"])[2] for text in texts)
+        return bool(after_text) and after_text == after_picture
 
     def _render_whole(self, messages: list[Message], tools: list[Tool]) -> str:
         if self.native_tools:

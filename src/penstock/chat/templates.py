@@ -13,7 +13,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from penstock.chat.media import placeholder
+from penstock.chat.media import PICTURE, parts_of, pictures_of, placeholder, text_part
 from penstock.errors import ModelError, RenderError, boundary
 from penstock.records import Message
 
@@ -33,6 +33,9 @@ class ChatTemplate:
             self._template = environment.from_string(source, globals=own)
         self._named = dict(named)
         self.source = source
+        self._takes_lists = False
+        """Whether it shows nothing of a content that is text: templates of some models of pictures read lists of parts alone."""
+        self._takes_lists = self._shows_lists_only()
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, generate: bool, now: datetime | None = None
@@ -44,13 +47,31 @@ class ChatTemplate:
         clock = {} if now is None else {"strftime_now": now.strftime}
         with boundary(RenderError, "the chat template does not take these messages"):
             return self._template.render(
-                messages=[_for_template(message) for message in messages],
+                messages=[self._listed(_for_template(message)) for message in messages],
                 tools=list(tools) or None,
                 documents=None,
                 add_generation_prompt=generate,
                 **self._named,
                 **clock,
             )
+
+    def _listed(self, message: Message) -> Message:
+        if not self._takes_lists or not isinstance(message.get("content"), str):
+            return message
+        return {**message, "content": [{"type": "text", "text": message["content"]}]}
+
+    def _shows_lists_only(self) -> bool:
+        shown: list[bool] = []
+        for content in (PROBE, [{"type": "text", "text": PROBE}]):
+            try:
+                probe = [{"role": "user", "content": content}]
+                shown.append(PROBE in self._template.render(messages=probe, add_generation_prompt=True, **self._named))
+            except Exception:  # a template raises what it likes; then nothing is known of it
+                return False
+        return shown == [False, True]
+
+
+PROBE = "What is 6 times 7?"
 
 
 class _Generation(Extension):
@@ -83,13 +104,20 @@ def _for_template(message: Message) -> Message:
     """The message as templates expect it: content as text, tool arguments as a value, reasoning under both of its names."""
     if isinstance(message.get("content"), str) and "tool_calls" not in message and "reasoning_content" not in message:
         return message
-    plain: Message = {**message, "content": flatten(message.get("content"))}
+    plain: Message = {**message, "content": _content(message.get("content"))}
     if plain.get("reasoning_content"):
         plain["thinking"] = plain["reasoning_content"]
     calls: list[dict[str, Any]] = plain.pop("tool_calls", None) or []
     if calls:
         plain["tool_calls"] = [{**call, "function": _with_value(call["function"])} for call in calls]
     return plain
+
+
+def _content(content: Any) -> Any:
+    """Text; with pictures, the list of parts that templates of such models expect."""
+    if not pictures_of([{"content": content}]):
+        return flatten(content)
+    return [{"type": "image"} if part["type"] == PICTURE else text_part(part) for part in parts_of({"content": content})]
 
 
 def _with_value(function: dict[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,9 @@ SHOWN = 20
 """Findings listed as text; JSON has them all."""
 
 
+NO_WEIGHTS = "no weights that sampled these tokens are on this disk"
+
+
 def verify(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, for example runs/multiply.")],
     channel: Annotated[str, typer.Option(help="train, or val for the held-out evaluation.")] = "train",
@@ -66,6 +69,7 @@ def as_object(audit: "Audit") -> dict[str, Any]:
         "inexact": dict(audit.inexact),
         "masked": dict(audit.masked),
         "breaks": dict(audit.breaks),
+        "pictured_tokens": audit.pictured_tokens,
         "recomputed_tokens": audit.recomputed_tokens,
         "recomputed": {str(version): count for version, count in sorted(audit.recomputed.items())},
         "gone_tokens": audit.gone_tokens,
@@ -98,7 +102,8 @@ def _verdict(audit: "Audit") -> str:
         case "inexact":
             return f"Run {audit.run} is NOT exact: {len(audit.findings):,} of {audit.steps:,} steps do not hold."
         case "unproven":
-            return f"Run {audit.run} is unproven: no weights that sampled these tokens are on this disk."
+            why = "its model sees pictures, and cannot be recomputed here" if audit.sees_pictures else NO_WEIGHTS
+            return f"Run {audit.run} is unproven: {why}."
 
 
 def _rows(audit: "Audit") -> list[tuple[str, str]]:
@@ -109,8 +114,11 @@ def _rows(audit: "Audit") -> list[tuple[str, str]]:
     rows.append(
         ("recomputed", f"{audit.recomputed_tokens:,} tokens of {_versions(audit.recomputed)}" if audit.recomputed else "none")
     )
+    if audit.pictured_tokens:
+        rows.append(("pictures", f"{audit.pictured_tokens:,} tokens were sampled after pictures and are not recomputed"))
     if audit.gone:
         weights = f"the weights of {_versions(audit.gone)} are not on this disk"
+        weights = "the model sees pictures, and its layers are not here" if audit.sees_pictures else weights
         rows.append(("gone", f"{audit.gone_tokens:,} tokens: {weights}"))
     if audit.largest:
         mean = f"mean {audit.mean_deviation:.1e}, tolerance {audit.tolerance:g}"

@@ -5,9 +5,9 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Protocol, TypeGuard, overload
+from typing import NamedTuple, Protocol, TypeGuard, overload
 
-from penstock.records import Finish, Sampling, TokenLogprobs
+from penstock.records import Finish, PlacedPicture, Sampling, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +91,43 @@ class AdapterEngine(Engine, Protocol):
     async def load(self, version: int, folder: Path, *, policy: str = "") -> None:
         """See `Engine.load`. Of an adapter's folder, the policy alone gets the new version."""
         ...
+
+
+class RenderedPicture(NamedTuple):
+    """How a server renders a user's message with nothing but a picture."""
+
+    ids: tuple[int, ...]
+    """The whole prompt, with the head of the reply."""
+    first: int
+    """Where the tokens that stand for the picture begin."""
+    size: int
+
+
+class SentPicture(NamedTuple):
+    """A picture of a prompt, for the engine."""
+
+    place: PlacedPicture
+    """In the whole prompt."""
+    url: str
+    """Its bytes, as a `data:` URL."""
+
+
+class PictureEngine(Engine, Protocol):
+    """An engine whose model may see pictures."""
+
+    async def render_picture(self, url: str) -> RenderedPicture:
+        """EngineRefused if the model sees none, or not this one."""
+        ...
+
+    def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, rollout_id: str = "", pictures: Sequence[SentPicture] = ()
+    ) -> AsyncGenerator[SampledChunk, None]:
+        """See `Engine.generate`. `pictures` are in the order of their places."""
+        ...
+
+
+def sees_pictures(engine: Engine) -> TypeGuard[PictureEngine]:
+    return hasattr(engine, "render_picture")
 
 
 def has_adapters(engine: Engine) -> TypeGuard[AdapterEngine]:

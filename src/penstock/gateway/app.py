@@ -33,6 +33,7 @@ from penstock.gateway.stored_responses import StoredResponses
 from penstock.gateway.trajectories import Trajectories
 from penstock.http.listen import base_url, bind, is_loopback, known_names
 from penstock.pool.base import Pool
+from penstock.pool.pictures import PictureStore
 from penstock.records import Attempt, Rollout, Sampling
 from penstock.sdk.routing import PLACEHOLDER_MODEL, PLACEHOLDER_NAMES
 from penstock.system.processes import protect_memory
@@ -58,6 +59,7 @@ class Gateway:
     closed: routes that are refused, by the token that they need. A run with a grader closes those that would open, grade or end
         rollouts beside its runner: whoever calls them has a token that nobody was given.
     policies: by the model name that agents ask for; without them `engine` answers under every name.
+    pictures: where pictures are kept that the engine's model is shown; without it, it is shown none.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Gateway:
         sessions: bool = False,
         closed: Collection[Access] = (),
         policies: Mapping[str, ServedPolicy] | None = None,
+        pictures: PictureStore | None = None,
     ) -> None:
         self._closed = frozenset(closed)
         self._limits = limits = limits or GatewayLimits()
@@ -94,7 +97,7 @@ class Gateway:
         self._tracer = tracer
         self._peers = peers
         redactor = Redactor([self.tokens.control, self.tokens.admin, self.tokens.session_key, *secrets])
-        source = make_source(engine, renderer)
+        source = make_source(engine, renderer, pictures)
         self._pipeline = CallPipeline(
             source, pool, self._events, limits=limits, redactor=redactor, policies=PolicySources(source, policies or {})
         )

@@ -9,7 +9,7 @@ from penstock.config import GatewaySection
 from penstock.engines.base import TokenPath
 from penstock.errors import RequestError
 from penstock.gateway.last_request import LastRequest
-from penstock.records import Message, ReplyFormat, Sampling, Step
+from penstock.records import Message, PlacedPicture, ReplyFormat, Sampling, Step
 
 
 class Caller(NamedTuple):
@@ -38,6 +38,15 @@ class ConversationHistory(Protocol):
     def tools(self, answer: str) -> tuple[Tool, ...] | None:
         """The tools of that path; None if it is unknown."""
         ...
+
+
+class PictureTokens(NamedTuple):
+    """What stands for a picture in prompts."""
+
+    token: int
+    """Written by the chat template."""
+    ids: tuple[int, ...]
+    """Put into its place by the server."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +95,8 @@ class ModelCall:
     token_ids: bool = False
     echo: tuple[tuple[str, object], ...] = ()
     """Fields of the request that the dialect's answer repeats."""
+    pictures: Mapping[str, PictureTokens] = field(default_factory=dict[str, PictureTokens])
+    """By their digests, those in `messages` that the model sees."""
     ignored: tuple[str, ...] = ()
     """What was asked for and is not done, such as fields that the dialect does not know. They are counted."""
 
@@ -107,6 +118,14 @@ class Prompt:
     """What `messages` held that the model cannot read: `image`, `document`, …; it got placeholders."""
     forced_prefix: str = ""
     """Text of the forced tool call that `ids` end with; the reply is parsed as if it began with it."""
+    pictures: tuple[PlacedPicture, ...] = ()
+    """All that lie in `ids`."""
+
+    @property
+    def added_pictures(self) -> tuple[PlacedPicture, ...]:
+        """Those in `added`."""
+        start = len(self.ids) - len(self.added)
+        return tuple(picture.moved(-start) for picture in self.pictures if picture.first >= start)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

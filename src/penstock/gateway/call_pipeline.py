@@ -141,6 +141,7 @@ class CallPipeline:
         return self.policies.by_name[call.policy]
 
     async def _prompt(self, session: Session, caller: Caller, call: ModelCall) -> Prompt:
+        call = await self._source(call).read_pictures(call)
         graph = await session.graph(self._pool)
         chains = session.last_request(caller.transcript).chains(call.messages, call.tools)
         return await self._source(call).prompt(graph, call, chains)

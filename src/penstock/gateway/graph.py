@@ -12,7 +12,7 @@ from penstock.chat.templates import Tool, chain_digest, flatten, has_reasoning, 
 from penstock.codec import extend_ids_hash
 from penstock.engines.base import TokenPath
 from penstock.gateway.weights import step_weight
-from penstock.records import Attempt, Message, Node, Step
+from penstock.records import Attempt, Message, Node, PlacedPicture, Step
 
 if TYPE_CHECKING:
     from hashlib import blake2b
@@ -80,6 +80,8 @@ class TokenGraph:
         """Step, to the running hash of all tokens up to its end."""
         self._steps_with_reasoning: set[int] = set()
         """Steps with reasoning tokens on their path, their own included."""
+        self._pictures: dict[int, tuple[PlacedPicture, ...]] = {}
+        """Step, to the pictures on its path; lacks steps without any."""
         self._last_prompt = (-1, TokenPath())
         self._replies: set[tuple[str, str]] = set()
         """Policies and digests of all replies, on whatever path."""
@@ -125,6 +127,8 @@ class TokenGraph:
         self._index_answer(step)
         if self._reasons(step):
             self._steps_with_reasoning.add(step.index)
+        if pictures := self._placed_pictures(self.nodes[step.node]):
+            self._pictures[step.index] = pictures
         end = (step.policy, step.chain)
         before = self._step_after.get(end)
         if before is None or is_complete(step) or not is_complete(self.steps[before]):
@@ -201,6 +205,10 @@ class TokenGraph:
         """Whether the path up to the end of `step`'s reply holds reasoning tokens, which a template may drop later."""
         return step in self._steps_with_reasoning
 
+    def pictures(self, step: int) -> tuple[PlacedPicture, ...]:
+        """Those on the path up to `step`, with their places in the whole prompt."""
+        return self._pictures.get(step, ())
+
     def context(self, step: int) -> TokenPath:
         """All tokens up to the end of `step`'s reply."""
         reply = self.steps[step]
@@ -249,6 +257,12 @@ class TokenGraph:
         if node.chain.startswith(RAW_CHAIN):
             self._raw_after.setdefault((step.policy, node.parent), []).append(step.index)
             self._raw[step.index] = flatten(node.messages[0]["content"]) + flatten(step.message["content"])
+
+    def _placed_pictures(self, node: Node) -> tuple[PlacedPicture, ...]:
+        if node.parent is None or not node.pictures:
+            return node.pictures if node.parent is None else self.pictures(node.parent)
+        start = len(self.context(node.parent))
+        return (*self.pictures(node.parent), *(picture.moved(start) for picture in node.pictures))
 
     def _reasons(self, step: Step) -> bool:
         node = self.nodes[step.node]

@@ -8,6 +8,7 @@ from penstock.engines.base import Engine
 from penstock.engines.text_endpoints.base import TextEndpoint
 from penstock.errors import RequestError
 from penstock.gateway.sources import ReplySource, TextEndpointSource, TokenSource
+from penstock.pool.pictures import PictureStore
 from penstock.sdk.routing import PLACEHOLDER_NAMES
 
 
@@ -57,8 +58,8 @@ class PolicySources:
         return RequestError(text, status=404, code="model_not_found", param="model")
 
 
-def make_source(engine: Engine, renderer: Renderer | None) -> ReplySource:
+def make_source(engine: Engine, renderer: Renderer | None, pictures: PictureStore | None = None) -> ReplySource:
     if isinstance(engine, TextEndpoint):
         return TextEndpointSource(engine)
     assert renderer is not None, "an engine that takes token ids needs its model's renderer"
-    return TokenSource(engine, renderer)
+    return TokenSource(engine, renderer, pictures)

@@ -10,6 +10,7 @@ from typing import Any
 
 import orjson
 
+from penstock.chat.media import pictures_of
 from penstock.chat.renderer import Renderer
 from penstock.chat.templates import flatten
 from penstock.codec import pack_ints
@@ -17,6 +18,7 @@ from penstock.engines.base import Engine, TokenPath
 from penstock.errors import RequestError
 from penstock.gateway.call import ModelCall, Prompt
 from penstock.gateway.graph import RAW_CHAIN, TEMPLATE_REWRITES, TokenGraph
+from penstock.gateway.pictures import place, without_pictures
 from penstock.records import Message
 
 LONG_TEXT = 8_000
@@ -67,7 +69,7 @@ class RootCache:
     async def render(self, call: ModelCall, chain: str, *, first: bool) -> tuple[int, ...]:
         """Token ids of the call's whole conversation; `first`: the rollout has made no call before.
 
-        Conversations without replies are cached by their chain. The chain leaves out details of replies that a template may
+        Conversations without replies are cached by `chain`. It leaves out details of replies that a template may
         render: where a rollout's first call has some, such as worked examples, all of it is the key.
         """
         key = chain
@@ -122,14 +124,30 @@ async def _make_templated(
         extend = partial(
             renderer.extend, reply.message, new, last_id=last_id, tools=bool(call.tools), system=system, thought=thought
         )
-        added = await _render(_texts(new), bound, extend)
-        if added is not None:
-            ids = graph.context(match.step).then(added)
-            return Prompt(ids=ids, parent=match.step, added=added, messages=new, tools=(), chain=match.chain, reason=reason)
+        rendered = await _render(_texts(new), bound, extend)
+        if rendered is not None:
+            if (placed := place(rendered, new, call.pictures)) is None:
+                return await _make_templated(graph, renderer, roots, bound, without_pictures(call), chains)
+            before, (added, pictures) = graph.context(match.step), placed
+            pictures = (*graph.pictures(match.step), *(picture.moved(len(before)) for picture in pictures))
+            return Prompt(
+                ids=before.then(added),
+                parent=match.step,
+                added=added,
+                messages=new,
+                tools=(),
+                chain=match.chain,
+                reason=reason,
+                pictures=pictures,
+            )
         reason = reason or TEMPLATE_REWRITES
-    root = await roots.render(call, match.chain, first=not graph.steps)
-    ids, tools = TokenPath(root), call.tools
-    return Prompt(ids=ids, parent=None, added=root, messages=messages, tools=tools, chain=match.chain, reason=reason)
+    root = await roots.render(call, f"{match.chain} {len(pictures_of(messages))}", first=not graph.steps)
+    if (placed := place(root, messages, call.pictures)) is None:
+        return await _make_templated(graph, renderer, roots, bound, without_pictures(call), chains)
+    (root, pictures), tools, chain = placed, call.tools, match.chain
+    return Prompt(
+        ids=TokenPath(root), parent=None, added=root, messages=messages, tools=tools, chain=chain, reason=reason, pictures=pictures
+    )
 
 
 async def _make_raw(graph: TokenGraph, renderer: Renderer, bound: ContextBound, raw: str | tuple[int, ...], policy: str) -> Prompt:

@@ -136,6 +136,7 @@ def _node(rollout_id: str, graph: TokenGraph, prompt: Prompt) -> Node:
         messages=prompt.messages,
         tools=prompt.tools,
         reason=prompt.reason,
+        pictures=prompt.added_pictures,
     )
 
 

@@ -18,7 +18,7 @@ from penstock.chat.renderer import Renderer
 from penstock.chat.templates import Tool
 from penstock.config import EngineSection
 from penstock.engines import ENGINES
-from penstock.engines.base import Engine, SampledChunk, TokenPath
+from penstock.engines.base import Engine, SampledChunk, TokenPath, sees_pictures
 from penstock.engines.checkpoint_files import refuse_damaged_weights
 from penstock.engines.text_endpoints.base import (
     ArgumentsPart,
@@ -33,8 +33,10 @@ from penstock.errors import RequestError
 from penstock.gateway.call import ModelCall, Prompt
 from penstock.gateway.dialects.base import DialectTokenizer
 from penstock.gateway.graph import TokenGraph
+from penstock.gateway.pictures import PictureReader
 from penstock.gateway.prompt import ContextBound, RootCache, make_prompt
 from penstock.gateway.reply import Delta, ReplyBuilder, ReplyText, SampledReply
+from penstock.pool.pictures import PictureStore
 from penstock.records import Finish, Message, ReplyGrammar, Sampling, Step, Usage
 
 CLOSING_TAG = re.compile(r"\s*</\w+>")
@@ -62,6 +64,10 @@ class ReplySource(Protocol):
     @property
     def dialects(self) -> frozenset[str] | None:
         """The dialects that it supports; None for all."""
+        ...
+
+    async def read_pictures(self, call: ModelCall) -> ModelCall:
+        """The call with a digest in place of each picture that the model can be shown."""
         ...
 
     async def prompt(self, graph: TokenGraph, call: ModelCall, chains: Sequence[str]) -> Prompt:
@@ -119,9 +125,11 @@ class TokenSource:
 
     dialects = None
 
-    def __init__(self, engine: Engine, renderer: Renderer) -> None:
+    def __init__(self, engine: Engine, renderer: Renderer, store: PictureStore | None = None) -> None:
+        """Without a `store` no picture is passed on to the engine."""
         self.engine = engine
         self._renderer = renderer
+        self._pictures = PictureReader(engine, renderer, store) if store is not None and sees_pictures(engine) else None
         self._bound = ContextBound(renderer, engine)
         self._roots = RootCache(renderer, self._bound)
         self._variants = lru_cache(MAX_VARIANTS)(self._variant)
@@ -129,6 +137,9 @@ class TokenSource:
     @property
     def tokenizer(self) -> DialectTokenizer:
         return self._renderer.tokenizer
+
+    async def read_pictures(self, call: ModelCall) -> ModelCall:
+        return call if self._pictures is None else await self._pictures.read(call)
 
     async def prompt(self, graph: TokenGraph, call: ModelCall, chains: Sequence[str]) -> Prompt:
         renderer, roots = await self._rendering(call)
@@ -185,7 +196,10 @@ class TokenSource:
     def generate(
         self, call: ModelCall, prompt: Prompt, sampling: Sampling, *, rollout_id: str
     ) -> AsyncGenerator[SampledChunk, None]:
-        return self.engine.generate(prompt.ids, sampling, rollout_id=rollout_id)
+        if not prompt.pictures:
+            return self.engine.generate(prompt.ids, sampling, rollout_id=rollout_id)
+        assert self._pictures is not None
+        return self._pictures.generate(prompt, sampling, rollout_id=rollout_id)
 
     def call_text(self, prompt: Prompt, step: Step) -> str:
         decoder, reasoning = self._renderer.decoder(), step.message.get("reasoning_content")
@@ -251,6 +265,9 @@ class TextEndpointSource:
     def __init__(self, engine: TextEndpoint) -> None:
         self.engine = engine
         self.tokenizer: DialectTokenizer = NoTokenizer(engine.model)
+
+    async def read_pictures(self, call: ModelCall) -> ModelCall:
+        return call
 
     async def prompt(self, graph: TokenGraph, call: ModelCall, chains: Sequence[str]) -> Prompt:
         """The new messages without tokens, after the path that they continue."""

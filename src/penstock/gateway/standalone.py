@@ -35,6 +35,7 @@ from penstock.gateway.shared_counters import Peers
 from penstock.gateway.sources import open_engine
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
+from penstock.pool.pictures import PictureStore
 from penstock.records import NO_LIMIT, Sampling
 from penstock.system.files import load_key, write_file
 from penstock.system.locks import exclusive_lock
@@ -128,6 +129,7 @@ async def open_gateway(
             is_open=is_open,
             sessions=sessions,
             closed=closed,
+            pictures=PictureStore(folder),
         )
         gateway.reward_function = reward_by_rule
         yield OpenGateway(await stack.enter_async_context(gateway), pool, engine)
@@ -179,7 +181,6 @@ def _run_config(folder: Path, settings: Settings, model: ModelFiles) -> dict[str
     sections = settings.model_dump(mode="json")
     if settings.sampling.max_tokens is None:
         del sections["sampling"]["max_tokens"]
-    sections["engine"] = {key: value for key, value in sections["engine"].items() if key in EngineSection.model_fields}
     if Path(settings.model.name).expanduser().exists():
         sections["model"]["name"] = str(model.path)
     return {"run": {"name": folder.resolve().name}, "dataset": {"train": "none"}, **sections}

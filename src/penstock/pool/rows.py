@@ -46,7 +46,7 @@ COLUMNS: dict[type[Any], tuple[ArrayColumn, ...]] = {
 }
 
 
-LEFT_OUT = frozenset({"policy", "kept", "most_likely", "branch", "replayed"})
+LEFT_OUT = frozenset({"policy", "kept", "most_likely", "branch", "replayed", "pictures"})
 """Fields that a stored record lacks where they are empty: an earlier penstock reads the pools of runs that do not use them."""
 
 

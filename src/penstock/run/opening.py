@@ -19,6 +19,7 @@ from penstock.gateway.sources import open_engine
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
 from penstock.pool.location import refuse_foreign_pool
+from penstock.pool.pictures import PictureStore
 from penstock.records import Sampling
 from penstock.rollout.runner import Runner, open_runner
 from penstock.run.folder import RunFolder
@@ -77,6 +78,7 @@ async def open_rollout_runner(
                 secrets=run_secrets(),
                 closed=_closed_routes(inputs.agent),
                 policies=policies,
+                pictures=PictureStore(folder.path),
             )
         )
         runner = await stack.enter_async_context(

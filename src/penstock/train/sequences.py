@@ -16,6 +16,8 @@ from penstock.errors import TrainError
 from penstock.records import BEHAVIOUR_UNKNOWN, Attempt, Group, Node, Sequence, Step
 from penstock.train.advantages.base import Credit, credit_by_step
 
+PICTURE_IN_CONTEXT = "picture_in_context"
+"""Why a step is masked that was sampled after a picture."""
 LARGEST_ID = 2**31 - 1
 """Ids are stored and hashed as int32."""
 
@@ -46,12 +48,22 @@ class Graph(NamedTuple):
     """Step → the step that it continues, None at a root. Lacks steps whose context is missing or whose ids are impossible."""
     flaws: dict[int, str]
     """Step → why its tokens cannot be trained."""
+    pictured: set[int]
+    """Steps that were sampled after a picture, which a learner of text cannot see."""
 
     @property
     def paths(self) -> list[list[int]]:
         """The steps from the root to each leaf, one list per leaf, in the order of the leaves."""
         inner = set(self.parents.values())
         return [self._path(leaf) for leaf in self.parents if leaf not in inner]
+
+    def descendants(self, node: int) -> list[int]:
+        """The steps whose context holds the tokens of a node."""
+        found = dict[int | None, None]()
+        for index, parent in self.parents.items():  # a step comes after those it continues
+            if self.steps[index].node == node or parent in found:
+                found[index] = None
+        return [index for index in found if index is not None]
 
     def _path(self, leaf: int) -> list[int]:
         path: list[int] = []
@@ -100,7 +112,7 @@ def read_graph(attempt: Attempt) -> Graph:
     """Returns the token graph with its flaws. Takes time linear in its tokens, however many paths share them."""
     nodes = {node.id: node for node in attempt.nodes}
     steps = {step.index: step for step in sorted(attempt.steps, key=lambda step: step.index)}
-    graph, contexts = Graph(nodes, steps, {}, {}), _ContextHashes()
+    graph, contexts = Graph(nodes, steps, {}, {}, set()), _ContextHashes()
     for index, step in steps.items():
         node = nodes.get(step.node)
         if node is None or not (node.parent is None or node.parent in graph.parents):
@@ -109,6 +121,8 @@ def read_graph(attempt: Attempt) -> Graph:
             graph.flaws[index] = "bad_token"
         else:
             graph.parents[index] = node.parent
+            if node.pictures or node.parent in graph.pictured:
+                graph.pictured.add(index)
             digest = contexts.add(step, node)
             if reason := _flaw(step, node) or _difference(step, digest, flawed=node.parent in graph.flaws):
                 graph.flaws[index] = reason
@@ -121,6 +135,8 @@ def why_untrainable(step: Step, graph: Graph) -> str | None:
         return reason
     if step.replayed:
         return "replayed"
+    if step.index in graph.pictured:
+        return PICTURE_IN_CONTEXT
     if not step.completion_ids:
         return "empty" if step.usage is None else "relayed"
     if step.finish in ("cancelled", "error"):

@@ -15,10 +15,11 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from penstock.engines.embedded.decoder import Decoder
+from penstock.engines.embedded.decoder import Decoder, sees_pictures
 from penstock.engines.embedded.lora import load_policy
-from penstock.errors import ModelError
-from penstock.records import Attempt, Group, Sequence, Step
+from penstock.errors import ModelError, PoolError
+from penstock.pool.pictures import PictureStore
+from penstock.records import Attempt, Group, Node, Sequence, Step
 from penstock.run.folder import RunFolder
 from penstock.run.recorded_run import RecordedRun
 from penstock.train import policy
@@ -56,7 +57,7 @@ def count_versions(read: Iterable[tuple[Attempt, Graph]]) -> Counter[int]:
     counted: Counter[int] = Counter()
     for _, graph in read:
         for step in graph.steps.values():
-            if step.index not in graph.flaws and not step.replayed:
+            if step.index not in graph.flaws and step.index not in graph.pictured and not step.replayed:
                 counted.update(step.versions)
     return counted
 
@@ -72,7 +73,7 @@ def make_probes(
     probes = Probes([], [], [])
     for attempt, graph in read:
         sampled = {i: step for i, step in graph.steps.items() if not step.replayed}  # others are probed in the rollout they repeat
-        left = {i for i, step in sampled.items() if version in step.versions and i not in graph.flaws}
+        left = {i for i, step in sampled.items() if version in step.versions and i not in graph.flaws and i not in graph.pictured}
         allowed = {i: chosen_from(graph.steps[i], replay) for i in left if graph.steps[i].limited}
         for index, found in allowed.items():
             if found.problem:
@@ -198,6 +199,10 @@ class Audit:
     total_deviation: float = 0.0
     checkpoints: int = 0
     """Checkpoints on disk, all compared with their checksums."""
+    pictured_tokens: int = 0
+    """Tokens sampled after a picture. Their contexts are checked, pictures included, and they are not recomputed."""
+    sees_pictures: bool = False
+    """Whether the start policy is a model of pictures, under which nothing can be recomputed here."""
     damaged: dict[str, str] = field(default_factory=dict[str, str])
     """What is wrong with a damaged checkpoint, by its name."""
     without_checksums: list[str] = field(default_factory=list[str])
@@ -279,6 +284,17 @@ class Audit:
             self.findings[rollout_id, step.index] = StepFinding(rollout_id=rollout_id, step=step.index, reason=flaw, tokens=size)
         elif not step.context:
             self.unhashed_tokens += size
+        if step.index in graph.pictured:
+            self.pictured_tokens += size
+
+    def add_picture_problem(self, attempt: Attempt, graph: Graph, node: Node, reason: str) -> None:
+        """Records that what the steps after a node saw cannot be shown any more."""
+        for index in graph.descendants(node.id):
+            step, rollout_id = graph.steps[index], attempt.rollout.id
+            size = sampled_tokens(step)
+            if (rollout_id, index) not in self.findings:
+                self.inexact += Counter({reason: size})
+                self.findings[rollout_id, index] = StepFinding(rollout_id=rollout_id, step=index, reason=reason, tokens=size)
 
     def _find(self, token: ProbedToken, reason: str, result: TokenDeviation | None = None) -> None:
         key = token.rollout_id, token.step
@@ -394,22 +410,24 @@ OnProgress = Callable[[int, int], None]
 
 async def verify(recorded: RecordedRun, on_progress: OnProgress, *, tolerance: float | None = None) -> Audit:
     """Audits every token of the run. If `tolerance` is None, the engine's dtype decides it."""
-    precision = _precision(recorded)
+    precision, start, pictures = _precision(recorded), recorded.start_policy, PictureStore(recorded.folder.path)
     limit = TOLERANCES[precision] if tolerance is None else tolerance
     audit = Audit(run=recorded.config.run.name, channel=recorded.channel, tolerance=limit)
     await asyncio.to_thread(check_checkpoints, recorded.folder, audit)
+    if start is not None and sees_pictures(start):
+        audit.sees_pictures, start = True, None
     seed = recorded.config.run.seed if precision == "bfloat16" else None
     dtype = getattr(torch, precision) if recorded.config.train.method == "lora" else None
     open_weights = partial(VersionWeights, rounded_by=seed, base_dtype=dtype)
     weights = {
         name: open_weights(recorded.start_weights(name), recorded.folder.checkpoints, audit.damaged, policy=name, frozen=one.frozen)
         for name, one in recorded.config.policies.items()
-    } or {"": open_weights(recorded.start_policy, recorded.folder.checkpoints, audit.damaged)}
+    } or {"": open_weights(start, recorded.folder.checkpoints, audit.damaged)}
     total = recorded.last_seq + 1 - recorded.first_seq
     chosen = recorded.config.train.tokens_per_pass
     on_progress(0, total)
     async for groups in recorded.pages():
-        await _check(groups, audit, weights, tokens_per_pass=CPU_TOKENS_PER_PASS if chosen == "auto" else chosen)
+        await _check(groups, audit, weights, pictures, tokens_per_pass=CPU_TOKENS_PER_PASS if chosen == "auto" else chosen)
         on_progress(audit.groups, total)
     return audit
 
@@ -426,8 +444,23 @@ def check_checkpoints(run: RunFolder, audit: Audit) -> None:
             audit.without_checksums.append(folder.name)
 
 
-async def _check(groups: list[Group], audit: Audit, weights: dict[str, VersionWeights], *, tokens_per_pass: int) -> None:
+def check_pictures(read: Iterable[tuple[Attempt, Graph]], pictures: PictureStore, audit: Audit) -> None:
+    """Reads every picture that was seen, and compares it with its digest."""
+    for attempt, graph in read:
+        for node in graph.nodes.values():
+            for picture in node.pictures:
+                try:
+                    pictures.read(picture.digest)
+                except PoolError:
+                    reason = "picture_damaged" if pictures.path(picture.digest).exists() else "picture_missing"
+                    audit.add_picture_problem(attempt, graph, node, reason)
+
+
+async def _check(
+    groups: list[Group], audit: Audit, weights: dict[str, VersionWeights], pictures: PictureStore, *, tokens_per_pass: int
+) -> None:
     read: list[tuple[Attempt, Graph]] = [one for group in groups for one in audit.add(group)]
+    await asyncio.to_thread(check_pictures, read, pictures, audit)
     for name, of_policy in weights.items():
         own = [(attempt, read_graph(attempt)) for group in groups for attempt in group_of(group, name).attempts] if name else read
         await _recompute(own, audit, of_policy, tokens_per_pass=tokens_per_pass)

@@ -14,6 +14,7 @@ REASONS = {
     "ungraded": "the rollout has no reward",
     "behaviour_unknown": "the engine did not tell with which probability it sampled: see train.unknown_logprobs",
     "curated": "a curator took it out",
+    "picture_in_context": "sampled after a picture, which the trainer cannot see",
     "relayed": "an endpoint gave it as text: its tokens were never seen here",
     "empty": "no token was sampled",
     "greedy": "sampled at temperature 0: there is no choice to learn from",

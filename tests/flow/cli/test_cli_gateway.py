@@ -15,8 +15,10 @@ import pytest
 from cli_cases import ENGINE, USER, environment, ran, served
 from prometheus_text import read
 
+from penstock.gateway.standalone import ModelFiles, make_folder, read_settings
 from penstock.pool.sqlite import SqlitePool
 from penstock.records import Attempt, End
+from penstock.run.folder import find_run_folder
 
 CLIENT = """
 import json, sys
@@ -237,3 +239,9 @@ def test_spans_go_to_the_collector_that_the_environment_names(tmp_path, monkeypa
     assert path == "/v1/traces"
     assert b"gen_ai.usage.output_tokens" in spans and opened["rollout_id"].encode() in spans
     assert b"6 times 7" not in spans
+
+
+def test_what_a_gateway_before_servers_recorded_is_read_back_by_other_commands(tmp_path):
+    settings = read_settings({"engine": {"name": "vllm", "url": ["http://127.0.0.1:9"]}})
+    make_folder(tmp_path / "record", settings, ModelFiles("any", tmp_path))
+    assert find_run_folder(tmp_path / "record").config().engine.url == ("http://127.0.0.1:9",)

@@ -1,6 +1,7 @@
 """`penstock verify`: a run whose tokens are exact is told so with numbers; one changed number is found, named and not trained."""
 
 import asyncio
+import hashlib
 import json
 import shutil
 import subprocess
@@ -13,15 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 from training_cases import SHAPE, make_decoder, section
-from verify_cases import add_group, alter, make_run
+from verify_cases import TASK, add_group, alter, make_run
 
 from penstock.cli import app as edge
 from penstock.cli.verify import as_object
+from penstock.codec import context_digest
 from penstock.config import EngineSection, load_config
 from penstock.engines.embedded.engine import open_engine
 from penstock.engines.token_sets import pack_set, unpack_sets
+from penstock.pool.pictures import PictureStore
 from penstock.pool.sqlite import SqlitePool
-from penstock.records import Group, PolicyVersion, Step
+from penstock.records import End, Group, Node, PlacedPicture, PolicyVersion, Sampling, Step, make_rollout
 from penstock.run.inputs import read_inputs
 from penstock.run.recorded_run import open_recorded_run
 from penstock.train.learner import Learner
@@ -280,3 +283,61 @@ async def groups(run: Path, seq: int) -> list[Group]:
         return await pool.groups("train", first_seq=seq, limit=1)
     finally:
         await pool.close()
+
+
+PICTURE = b"a picture"
+
+
+async def add_pictured(run: Path) -> None:
+    """A rollout whose second call shows a picture, with log-probabilities that no weights here give."""
+    digest = hashlib.sha256(PICTURE).hexdigest()
+    seen = PlacedPicture(digest=digest, media_type="image/png", first=1, size=2, token=9)
+    rollout = make_rollout("train-3", TASK.id, 0)
+    shown = Node(rollout_id=rollout.id, id=0, parent=None, token_ids=(1, 5, 5), chain="p", messages=TASK.prompt, pictures=(seen,))
+    step = Step(
+        rollout_id=rollout.id,
+        index=0,
+        node=0,
+        transcript="main",
+        completion_ids=(2, 3),
+        logprobs=(-9.0, -9.0),
+        versions=(0, 0),
+        sampling=Sampling(),
+        finish="stop",
+        message={"role": "assistant", "content": "?"},
+        chain="q",
+        context=context_digest((1, 5, 5, 2, 3)),
+    )
+    pool = SqlitePool(run)
+    await pool.open_group(TASK, [rollout], seq=None)
+    await pool.append(step, shown)
+    await pool.end(rollout.id, End.COMPLETED)
+    await pool.close()
+
+
+def test_tokens_after_a_picture_are_counted_and_not_recomputed_and_its_bytes_are_compared(
+    run: Path, capsys: pytest.CaptureFixture[str]
+):
+    before = found(capsys, run)
+    asyncio.run(add_pictured(run))
+    PictureStore(run).put(PICTURE)
+    result = found(capsys, run)
+    assert result["status"] == "exact" and result["masked"]["picture_in_context"] == 1
+    assert (result["pictured_tokens"], result["recomputed_tokens"]) == (2, before["recomputed_tokens"])
+    [file] = (run / "pictures").iterdir()
+    file.write_bytes(b"another")
+    assert [(one["rollout_id"], one["reason"]) for one in found(capsys, run)["findings"]] == [("train-3.0.1", "picture_damaged")]
+    file.unlink()
+    assert found(capsys, run)["inexact"] == {"picture_missing": 2}
+
+
+def test_a_run_of_a_model_of_pictures_is_unproven_and_says_why(run: Path, capsys: pytest.CaptureFixture[str]):
+    model = Path(json.loads((run / "config.json").read_text())["config"]["model"]["name"])
+    config = (model / "config.json").read_text()
+    try:
+        (model / "config.json").write_text(json.dumps({**json.loads(config), "vision_config": {}}))
+        shutil.rmtree(run / "checkpoints")
+        code, out, _ = command(capsys, run)
+    finally:
+        (model / "config.json").write_text(config)
+    assert code == 1 and "is unproven: its model sees pictures, and cannot be recomputed here" in out

@@ -152,3 +152,24 @@ def test_arguments_that_are_no_json_have_a_canonical_form_too(arguments):
 def test_numbers_that_javascript_writes_otherwise_are_the_same_call(sent, back):
     assert canonical_json(sent) == canonical_json(back)
     assert canonical_json('{"a": 1}') != canonical_json('{"a": true}')
+
+
+SEEN = {"type": "picture", "digest": "ab", "media_type": "image/png"}
+PICTURED = [{"role": "user", "content": [{"type": "text", "text": "See"}, SEEN]}]
+LISTS_ONLY = (
+    "{% for message in messages %}{{ message.role }}:{% for part in message.content %}"
+    "{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}{% endfor %};{% endfor %}"
+)
+
+
+def test_a_picture_is_a_part_of_its_own_for_the_template_and_a_digest_for_the_path():
+    template = ChatTemplate("{% for part in messages[0].content %}{{ part.type }} {% endfor %}", {})
+    assert template.render(PICTURED, generate=True) == "text image "
+    other = [{**PICTURED[0], "content": [PICTURED[0]["content"][0], {**SEEN, "digest": "cd"}]}]
+    assert message_digest(PICTURED[0]) != message_digest(other[0])
+
+
+def test_a_template_that_reads_lists_of_parts_alone_gets_every_text_as_one():
+    template = ChatTemplate(LISTS_ONLY, {})
+    talk = [{"role": "system", "content": "Be brief."}, *PICTURED, {"role": "assistant", "content": "Red."}]
+    assert template.render(talk, generate=True) == "system:Be brief.;user:See<image>;assistant:Red.;"

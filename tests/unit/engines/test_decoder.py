@@ -113,6 +113,7 @@ def test_few_rows_and_many_rows_give_the_same():
     ("change", "message"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "cannot run a GPT2LMHeadModel; it runs LlamaForCausalLM"),
+        ({"architectures": ["Idefics3ForConditionalGeneration"], "vision_config": {}}, "sees pictures.*through vLLM.*not trained"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope scaling 'yarn'"),
         ({"use_sliding_window": True}, "sliding-window"),
     ],

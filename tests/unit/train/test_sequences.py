@@ -5,8 +5,8 @@ import pytest
 
 from penstock.codec import context_digest
 from penstock.errors import TrainError
-from penstock.records import Attempt, End, Grade, Group, Mark, Node, Sampling, Step, Task, make_rollout
-from penstock.train.sequences import behaviour_unknown_tokens, breaks, exactness, sequences
+from penstock.records import Attempt, End, Grade, Group, Mark, Node, PlacedPicture, Sampling, Step, Task, make_rollout
+from penstock.train.sequences import behaviour_unknown_tokens, breaks, exactness, read_graph, sequences
 
 NAN = math.nan
 
@@ -127,6 +127,17 @@ def test_a_reply_of_unknown_behaviour_is_trained_where_the_learner_may_put_in_it
     assert only.logprobs[:-1] == (0.0, 0.0, -0.5, -0.5, 0.0, 0.0) and only.logprobs[-1] == math.inf and only.trained[-1]
     assert (result.counts["tokens"], result.counts["recomputed_tokens"]) == (3, 1)
     assert behaviour_unknown_tokens(two_turns(behaviour_known=False), two_turns()) == 1
+
+
+def test_a_reply_after_a_picture_is_masked_and_so_is_all_that_follows_it():
+    seen = PlacedPicture(digest="0" * 64, media_type="image/png", first=0, size=1, token=9)
+    pictured = replace(node(1, 0, 4), pictures=(seen,))
+    made = attempt([node(0, None, 1), pictured, node(2, 1, 6)], [step(0, 0, 2, 3), step(1, 1, 5), step(2, 2, 7)])
+    result = sequences(group(made), [1.0])
+    assert [sequence.token_ids for sequence in result.sequences] == [(1, 2, 3)]
+    assert (result.counts["masked.picture_in_context"], result.counts["tokens"]) == (2, 2)
+    assert exactness(made).rate == 1.0
+    assert read_graph(made).descendants(1) == [1, 2]
 
 
 def test_a_masked_reply_is_still_context_of_what_follows():

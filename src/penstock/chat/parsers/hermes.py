@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from penstock.chat.media import joined
 from penstock.chat.parsers.base import BaseToolFormat, CallParser, ParseOptions, PartialCall, Read, read_call
 from penstock.chat.templates import Tool, flatten, json_value
 from penstock.records import Message
@@ -49,7 +50,9 @@ class Hermes(BaseToolFormat):
             texts.insert(0, flatten(plain.pop(0).get("content")))
         if system or not plain:
             return [{"role": "system", "content": _joined(texts)}, *plain]
-        return [{**plain[0], "content": _joined([*texts, flatten(plain[0].get("content"))])}, *plain[1:]]
+        head = _joined(texts)
+        first = plain[0].get("content")
+        return [{**plain[0], "content": joined(f"{head}\n\n", first) if first else head}, *plain[1:]]
 
     def flatten(self, messages: Sequence[Message]) -> list[Message]:
         """Calls become the text that the model would write; consecutive results become one user turn."""
@@ -57,11 +60,11 @@ class Hermes(BaseToolFormat):
         in_results = False
         for message in messages:
             if message["role"] == "tool":
-                text = f"<tool_response>\n{flatten(message.get('content'))}\n</tool_response>"
+                shown = joined("<tool_response>\n", message.get("content"), "\n</tool_response>")
                 if in_results:
-                    plain[-1]["content"] += "\n" + text
+                    plain[-1]["content"] = joined(plain[-1]["content"], "\n", shown)
                 else:
-                    plain.append({"role": "user", "content": text})
+                    plain.append({"role": "user", "content": shown})
             else:
                 plain.append(_calls_as_text(message))
             in_results = message["role"] == "tool"

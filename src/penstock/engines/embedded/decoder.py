@@ -67,6 +67,11 @@ def read_decoder_shape(folder: Path) -> DecoderShape:
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     kind = (config.get("architectures") or ["unknown"])[0]
     architecture = ARCHITECTURES.get(kind)
+    if architecture is None and "vision_config" in config:
+        raise ModelError(
+            f"{folder}: a {kind} sees pictures, and the layers here are for text: it can be sampled through vLLM "
+            "(`penstock gateway`, `run`, `eval`), not trained"
+        )
     if architecture is None:
         raise ModelError(f"{folder}: the embedded engine cannot run a {kind}; it runs {', '.join(ARCHITECTURES)}")
     rope: dict[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -92,6 +97,12 @@ def read_decoder_shape(folder: Path) -> DecoderShape:
         qkv_bias=architecture.qkv_bias or bool(config.get("attention_bias")),
         qk_norm=architecture.qk_norm,
     )
+
+
+def sees_pictures(folder: Path) -> bool:
+    """Whether the model in `folder` is one of pictures, which this decoder cannot run."""
+    file = folder / "config.json"
+    return file.exists() and "vision_config" in json.loads(file.read_text(encoding="utf-8"))
 
 
 class RmsNorm(nn.RMSNorm):

@@ -16,7 +16,7 @@ import orjson
 
 from penstock.config import home_folder
 from penstock.engines.adapter_files import is_adapter, read_adapter_config
-from penstock.engines.base import SampledChunk
+from penstock.engines.base import SampledChunk, SentPicture
 from penstock.engines.fleet import EngineServer
 from penstock.engines.retry import FleetClient, RetryPolicy, ServerRequest
 from penstock.engines.servers import pauses
@@ -72,6 +72,8 @@ class RemoteEngine(ABC):
     """What the servers are, for messages."""
     path: ClassVar[str]
     """Where requests go."""
+    picture_path: ClassVar[str] = ""
+    """Where requests with pictures go; empty if the servers take none."""
     pause_call: ClassVar[ServerCall]
     resume_call: ClassVar[ServerCall]
     load_remedy: ClassVar[str]
@@ -137,7 +139,13 @@ class RemoteEngine(ABC):
         return self._adapters.version(policy)
 
     async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, rollout_id: str = "", policy: str = ""
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        rollout_id: str = "",
+        policy: str = "",
+        pictures: Sequence[SentPicture] = (),
     ) -> AsyncGenerator[SampledChunk, None]:
         """Sample one reply; see `Engine.generate`. Stop strings are left to the caller, who closes the generator at one.
 
@@ -148,12 +156,12 @@ class RemoteEngine(ABC):
         if self._published is None and not self._adapters and not self._looked_for_leftovers:
             self._looked_for_leftovers = True
             await self._tell_leftovers()
-        ids, parts = list(prompt_ids), 0
+        ids, parts, path = list(prompt_ids), 0, self.picture_path if pictures else self.path
         while (left := len(prompt_ids) + sampling.max_tokens - len(ids)) > 0:
             rest = replace(sampling, max_tokens=left, seed=_part_seed(sampling.seed, parts))
             with self._adapters.using(policy) as adapter:
-                prepare, name = self._prepare(list(ids), rest, adapter), adapter.name if adapter else ""
-                async with aclosing(self.client.stream(self.path, prepare, rollout_id=rollout_id, missing=name)) as chunks:
+                prepare, name = self._prepare(list(ids), rest, adapter, pictures), adapter.name if adapter else ""
+                async with aclosing(self.client.stream(path, prepare, rollout_id=rollout_id, missing=name)) as chunks:
                     async for chunk in chunks:
                         ids += chunk.ids
                         yield chunk
@@ -312,6 +320,13 @@ class RemoteEngine(ABC):
     @abstractmethod
     def reader(self, prompt: list[int], sampling: Sampling, server: EngineServer) -> ReplyReader: ...
 
+    def picture_body(self, prompt: list[int], sampling: Sampling, pictures: Sequence[SentPicture]) -> dict[str, Any]:
+        """The body of a request to `picture_path`."""
+        raise NotImplementedError
+
+    def picture_reader(self, prompt: list[int], sampling: Sampling, server: EngineServer) -> ReplyReader:
+        raise NotImplementedError
+
     @abstractmethod
     def check_sampling(self, sampling: Sampling) -> None:
         """EngineRefused if the server would silently change these settings."""
@@ -380,11 +395,14 @@ class RemoteEngine(ABC):
                 raise RequestError(f"token {worst} is none of the model's: it has {self.vocabulary}, counted from 0")
 
     def _prepare(
-        self, prompt: list[int], sampling: Sampling, adapter: ServedAdapter | None
+        self, prompt: list[int], sampling: Sampling, adapter: ServedAdapter | None, pictures: Sequence[SentPicture]
     ) -> Callable[[EngineServer], ServerRequest[SampledChunk]]:
         def prepare(server: EngineServer) -> ServerRequest[SampledChunk]:
             key = secrets.token_hex(16)
-            body, reader = self.body(prompt, sampling, key), self.reader(prompt, sampling, server)
+            if pictures:
+                body, reader = self.picture_body(prompt, sampling, pictures), self.picture_reader(prompt, sampling, server)
+            else:
+                body, reader = self.body(prompt, sampling, key), self.reader(prompt, sampling, server)
             if adapter is not None:
                 body, reader.version = self.with_adapter(body, adapter.name), adapter.version
             return ServerRequest(orjson.dumps(body), reader, key)

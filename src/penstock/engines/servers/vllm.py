@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, cast
 
+from penstock.engines.base import RenderedPicture, SentPicture
 from penstock.engines.fleet import EngineServer
 from penstock.engines.servers.adapters import ServedAdapter, adapter_roots
 from penstock.engines.servers.base import (
@@ -28,9 +29,9 @@ from penstock.engines.servers.pauses import Recovery, RecoverySteps, ServerCall,
 from penstock.engines.servers.replies import ReplyReader
 from penstock.engines.servers.settings import RemoteSection
 from penstock.engines.servers.transfer import WeightSender, exchange
-from penstock.errors import ConfigError, EngineRefused
+from penstock.errors import ConfigError, EngineError, EngineRefused
 from penstock.http.client import HttpClient, UpstreamError
-from penstock.records import Sampling
+from penstock.records import PlacedPicture, Sampling
 from penstock.system.async_tools import finish_shielded
 
 
@@ -87,6 +88,47 @@ class VllmReader(ReplyReader):
         self.add(choice["token_ids"] or [], scores["token_logprobs"] if scores else [], choice.get("finish_reason"))
 
 
+def picture_request(model: str, prompt: list[int], sampling: Sampling, pictures: Sequence[SentPicture]) -> dict[str, Any]:
+    """For the route that takes token ids with pictures. The server puts the tokens of each into the place of its one token."""
+    around = ("model", "prompt", "stream", "return_token_ids")
+    settings = {name: value for name, value in request_body(model, prompt, sampling).items() if name not in around}
+    return {
+        "model": model,
+        "token_ids": collapsed(prompt, [picture.place for picture in pictures]),
+        "content_parts": [{"type": "image_url", "url": picture.url} for picture in pictures],
+        "sampling_params": settings | {"detokenize": False},
+        "return_token_ids": True,
+        "stream": True,
+    }
+
+
+def collapsed(prompt: Sequence[int], places: Sequence[PlacedPicture]) -> list[int]:
+    """The prompt with one token for each picture; EngineRefused if the server would put one into another place."""
+    ids, end = list[int](), 0
+    for place in places:
+        between = prompt[end : place.first]
+        if place.token in between:
+            raise EngineRefused(f"token {place.token} stands for a picture and lies before one where no picture is; leave it out")
+        ids += [*between, place.token]
+        end = place.first + place.size
+    return [*ids, *prompt[end:]]
+
+
+class VllmPictureReader(ReplyReader):
+    """Of the route that takes pictures: the first event has the prompt that the server made, beside the choices."""
+
+    _is_checked = False
+
+    def read(self, event: dict[str, Any]) -> None:
+        if not self._is_checked and event["prompt_token_ids"] != self._prompt:
+            raise UpstreamError("put pictures into a prompt otherwise than when it was asked about each", kind="garbled")
+        self._is_checked = True
+        for choice in event["choices"]:
+            scores = choice.get("logprobs")
+            logprobs = [entry["logprob"] for entry in scores["content"]] if scores else []
+            self.add(choice["token_ids"] or [], logprobs, choice.get("finish_reason"))
+
+
 MIN_TEMPERATURE = 0.01
 """vLLM silently raises positive temperatures below this one."""
 
@@ -113,6 +155,8 @@ ADDED_IN = {"/weight_info": (0, 27), "/update_weight_version": (0, 27)}
 NEEDED = ("/pause", "/resume", "/is_paused", "/collective_rpc", "/reset_prefix_cache")
 DEV_MODE = (*NEEDED, *ADDED_IN, "/server_info", "/get_world_size", "/init_weight_transfer_engine", "/start_weight_update")
 LOAD_ADAPTER = "/v1/load_lora_adapter"
+RENDER = "/v1/chat/completions/render"
+PICTURE_REMEDY = "start vLLM 0.30 or later with --enable-scale-out"
 RESET_TRIES = 5
 OTHERS_PAUSE_S = 10.0
 """How long another program may keep a server paused before a run that wants to use it gives up."""
@@ -128,6 +172,8 @@ class VllmFeatures(NamedTuple):
     """Those that matter here."""
     settings: dict[str, Any]
     """`/server_info`, which is there in development mode only."""
+    takes_pictures: bool = False
+    """Whether its route for token ids takes pictures beside them, and tells the prompt that it made of both."""
 
     def setting(self, section: str, key: str) -> Any:
         return _table(_table(self.settings.get("vllm_config")).get(section)).get(key)
@@ -153,6 +199,7 @@ class VllmEngine(RemoteEngine):
 
     kind = "vLLM"
     path = "/v1/completions"
+    picture_path = "/inference/v1/generate"
     pause_call = ServerCall("/pause?mode=keep", {}, "paused")
     resume_call = ServerCall("/resume", {}, "resumed")
     load_remedy = "start vLLM with VLLM_SERVER_DEV_MODE=1, where the run's folder has the same path as here"
@@ -179,6 +226,28 @@ class VllmEngine(RemoteEngine):
 
     def reader(self, prompt: list[int], sampling: Sampling, server: EngineServer) -> VllmReader:
         return VllmReader(prompt, sampling, version=server.version, behaviour_known=self.behaviour_known(sampling))
+
+    def picture_body(self, prompt: list[int], sampling: Sampling, pictures: Sequence[SentPicture]) -> dict[str, Any]:
+        return picture_request(self._served.model, prompt, sampling, pictures)
+
+    def picture_reader(self, prompt: list[int], sampling: Sampling, server: EngineServer) -> VllmPictureReader:
+        return VllmPictureReader(prompt, sampling, version=server.version, behaviour_known=self.behaviour_known(sampling))
+
+    async def render_picture(self, url: str) -> RenderedPicture:
+        """See `PictureEngine`. A server that is up is asked; no token is sampled."""
+        message = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}
+        body = {"model": self._served.model, "messages": [message], "mm_payload": "none"}
+        error: UpstreamError | None = None
+        for server in [server for server in self.client.fleet.servers if server.up.is_set()]:
+            try:
+                if not (await self.features(server.url)).takes_pictures:
+                    raise EngineRefused(f"{server.url} takes no pictures beside token ids; {PICTURE_REMEDY}")
+                return _rendered_picture(await self.client.http.request_json(server.url + RENDER, body), server.url)
+            except UpstreamError as failed:
+                if failed.kind == "refused":
+                    raise EngineRefused(str(failed)) from failed
+                error = failed
+        raise EngineError(f"no server has read a picture: {error or 'none is up'}")
 
     def check_sampling(self, sampling: Sampling) -> None:
         if 0.0 < sampling.temperature < MIN_TEMPERATURE:
@@ -470,7 +539,21 @@ async def read_features(http: HttpClient, url: str) -> VllmFeatures:
         routes = frozenset[str]()
     else:
         routes = frozenset(route for route in DEV_MODE if version >= ADDED_IN.get(route, ()))
-    return VllmFeatures(version, routes, _table(settings))
+    return VllmFeatures(version, routes, _table(settings), RENDER in routes and _takes_pictures(described))
+
+
+def _takes_pictures(described: Any) -> bool:
+    """By the fields in what `/openapi.json` says of the route: `content_parts` came with 0.28, the other with 0.30."""
+    request = _table(_table(_table(_table(described).get("components")).get("schemas")).get("GenerateRequest"))
+    return {"content_parts", "return_token_ids"} <= _table(request.get("properties")).keys()
+
+
+def _rendered_picture(answer: Any, url: str) -> RenderedPicture:
+    try:
+        [place] = answer["features"]["mm_placeholders"]["image"]
+        return RenderedPicture(tuple(answer["token_ids"]), int(place["offset"]), int(place["length"]))
+    except (KeyError, TypeError, ValueError) as cause:
+        raise UpstreamError(f"{url}{RENDER} does not say where a picture lies", kind="refused") from cause
 
 
 @contextmanager

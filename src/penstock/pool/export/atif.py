@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from urllib.parse import quote
 
 import orjson
@@ -155,7 +155,10 @@ def _text(content: Any) -> str:
 
 
 def _part(part: Any) -> str:
-    return str(part.get("type", "part")) if isinstance(part, dict) else "part"  # pyright: ignore[reportUnknownArgumentType]
+    if not isinstance(part, dict):
+        return "part"
+    named = cast("dict[str, Any]", part)
+    return f"image sha256:{named['digest']}" if "digest" in named else str(named.get("type", "part"))
 
 
 def _call(call: dict[str, Any]) -> dict[str, Any]:

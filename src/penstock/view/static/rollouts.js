@@ -178,6 +178,7 @@ function body(message) {
   const parts = [];
   if (message.reasoning_content) parts.push(h("details", null, h("summary", { class: "dim" }, "reasoning"), h("pre", { tabindex: "0" }, String(message.reasoning_content))));
   if (typeof text === "string" && text) parts.push(message.role === "tool" ? folded("result", text) : h("pre", { tabindex: "0" }, text));
+  else if (Array.isArray(text)) for (const part of text) parts.push(part && part.type === "picture" ? h("p", { class: "dim" }, `picture, ${part.media_type}, sha256 ${part.digest}`) : h("pre", { tabindex: "0" }, part && typeof part.text === "string" ? part.text : JSON.stringify(part, null, 2)));
   else if (text !== null && text !== undefined && text !== "") parts.push(h("pre", { tabindex: "0" }, JSON.stringify(text, null, 2)));
   for (const call of Array.isArray(message.tool_calls) ? message.tool_calls : []) {
     const f = (call && call.function) || {};

@@ -1,0 +1,246 @@
+"""Pictures that the engine's model sees: a vLLM double that answers as a real server with the tiny model of pictures did."""
+
+import asyncio
+import dataclasses
+import logging
+from contextlib import AsyncExitStack
+
+import pytest
+from tiny_vision import BLUE, RED, image, url_of, write_vision_tokenizer
+
+from faults.upstream_cases import PICTURE_MARK, PICTURES, FakeVllm, edited, engine_over, picture_tokens
+from penstock.chat.renderer import Renderer
+from penstock.errors import EngineError, EngineRefused
+from penstock.gateway.pictures import PictureReader
+from penstock.pool.pictures import PictureStore
+from penstock.testing import workbench
+from penstock.train.sequences import exactness, read_graph, why_untrainable
+
+LINE = "[image omitted: this model reads text only]"
+
+
+class Talk:
+    """A rollout before the double, with a conversation that grows."""
+
+    def __init__(self, bench, session, server):
+        self.bench, self.session, self.server = bench, session, server
+        self.messages = []
+
+    async def say(self, content, role="user", **fields):
+        self.messages.append({"role": role, "content": content, **fields})
+        client = self.bench.openai(self.session)
+        answer = await client.chat.completions.create(model="any", messages=self.messages, max_tokens=4, seed=1)
+        self.messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+        return answer
+
+    @property
+    def counts(self):
+        return {name: count for name, count in self.bench.gateway.counts.items() if name != "finish:length"}
+
+    async def attempt(self):
+        return await self.bench.attempt(self.session)
+
+
+def run(tmp_path, steps, *, sees=True, version="0.32.0", edit=None, template=None):
+    async def main():
+        write_vision_tokenizer(tmp_path / "model")
+        if template:
+            (tmp_path / "model" / "chat_template.jinja").write_text(template)
+        server = FakeVllm(version=version)
+        server.sees_pictures, server.vocabulary = sees, 1000
+        if edit:
+            server.otherwise = dataclasses.replace(server.otherwise, edit=edit)
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(server)
+            engine = await stack.enter_async_context(engine_over(server, folder=tmp_path / "model"))
+            renderer = Renderer.load(tmp_path / "model")
+            bench = await stack.enter_async_context(workbench(engine, renderer, pictures=tmp_path / "run"))
+            await steps(Talk(bench, await bench.rollout(), server))
+
+    asyncio.run(main())
+
+
+def test_a_picture_reaches_the_server_and_is_recorded_by_digest_with_the_tokens_that_it_became(tmp_path):
+    async def steps(talk):
+        await talk.say([{"type": "text", "text": "See <image>:"}, image(RED)])
+        [asked], attempt = talk.server.requests, await talk.attempt()
+        [node] = attempt.nodes
+        [picture] = node.pictures
+        assert asked["content_parts"] == [{"type": "image_url", "url": url_of(RED)}]
+        assert asked["token_ids"].count(PICTURE_MARK) == 1  # what the user wrote is text
+        assert list(node.token_ids[picture.first : picture.first + picture.size]) == picture_tokens(url_of(RED))
+        sent = [*node.token_ids[: picture.first], picture.token, *node.token_ids[picture.first + picture.size :]]
+        assert sent == asked["token_ids"]
+        assert PictureStore(tmp_path / "run").read(picture.digest) == RED
+        assert node.messages[0]["content"][1] == {"type": "picture", "digest": picture.digest, "media_type": "image/png"}
+        assert talk.counts == {}
+
+    run(tmp_path, steps)
+
+
+def test_a_conversation_with_pictures_is_one_path_whose_tokens_are_exact_and_masked_after_the_first_picture(tmp_path):
+    async def steps(talk):
+        first = await talk.say("Hello.")
+        await talk.say([image(RED), {"type": "text", "text": "And this?"}])
+        await talk.say("More.")
+        last = await talk.say([image(BLUE), image(RED)])
+        attempt = await talk.attempt()
+        graph, rate = read_graph(attempt), exactness(attempt).rate
+        assert [node.parent for node in attempt.nodes] == [None, 0, 1, 2] and rate == 1.0
+        assert [why_untrainable(step, graph) for step in attempt.steps] == [None, *["picture_in_context"] * 3]
+        assert [len(request.get("content_parts", [])) for request in talk.server.requests] == [0, 1, 1, 3]
+        assert "prompt" in talk.server.requests[0]  # without pictures by the route of text
+        assert last.usage.prompt_tokens > first.usage.prompt_tokens + 3 * len(picture_tokens(url_of(BLUE)))
+
+    run(tmp_path, steps)
+
+
+def test_another_picture_is_another_path_and_the_same_one_the_same(tmp_path):
+    async def steps(talk):
+        await talk.say([image(RED)])
+        talk.messages.clear()
+        await talk.say([image(RED)])
+        talk.messages.clear()
+        await talk.say([image(BLUE)])
+        attempt = await talk.attempt()
+        assert [step.node for step in attempt.steps] == [0, 0, 1]
+
+    run(tmp_path, steps)
+
+
+def test_a_picture_in_a_tool_result_is_seen_inside_of_it(tmp_path):
+    call = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+
+    async def steps(talk):
+        talk.messages += [{"role": "user", "content": "Look."}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        await talk.say([{"type": "text", "text": "Here:"}, image(BLUE)], role="tool", tool_call_id="call_1")
+        [node] = (await talk.attempt()).nodes
+        [picture] = node.pictures
+        before, after = node.token_ids[: picture.first], node.token_ids[picture.first + picture.size :]
+        decode = Renderer.load(tmp_path / "model").tokenizer.decode
+        assert decode(before).endswith("<tool_response>\nHere:") and decode(after).startswith("\n</tool_response>")
+
+    run(tmp_path, steps)
+
+
+@pytest.mark.parametrize(
+    ("sees", "version", "part"),
+    [
+        (False, "0.32.0", image(RED)),
+        (True, "0.29.0", image(RED)),  # it would not tell the prompt that it made
+        (True, "0.32.0", {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}),
+        (True, "0.32.0", {"type": "image_url", "image_url": {"url": "http://pictures.example/a.png"}}),
+    ],
+)
+def test_a_picture_that_the_server_does_not_take_is_a_counted_line(tmp_path, sees, version, part):
+    async def steps(talk):
+        await talk.say("Hello.")
+        await talk.say([{"type": "text", "text": "See:"}, part])
+        attempt = await talk.attempt()
+        assert attempt.nodes[1].messages[0]["content"] == f"See:\n{LINE}"
+        assert talk.counts == {"placeholder:image": 1} and attempt.nodes[1].pictures == ()
+        assert [why_untrainable(step, read_graph(attempt)) for step in attempt.steps] == [None, None]
+
+    run(tmp_path, steps, sees=sees, version=version)
+
+
+def test_a_template_that_does_not_show_pictures_as_the_server_does_gets_a_line(tmp_path, caplog):
+    numbered = (
+        "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+
+    async def steps(talk):
+        await talk.say([{"type": "text", "text": "See:"}, image(RED)])
+        assert talk.counts == {"placeholder:image": 1}
+        assert "otherwise than the chat template" in caplog.text
+
+    with caplog.at_level(logging.WARNING):
+        run(tmp_path, steps, template=numbered)
+
+
+def test_a_reply_after_another_prompt_than_ours_is_not_recorded(tmp_path):
+    def other(events):
+        return [events[0].replace(b'"prompt_token_ids": [257', b'"prompt_token_ids": [256'), *events[1:]]
+
+    async def steps(talk):
+        answer = await talk.bench.http(talk.session.token).post(
+            "/v1/chat/completions", json={"model": "any", "messages": [{"role": "user", "content": [image(RED)]}], "max_tokens": 4}
+        )
+        assert answer.status_code == 502 and "otherwise than when it was asked" in answer.text
+        assert (await talk.attempt()).steps == ()
+
+    run(tmp_path, steps, edit=other)
+
+
+def test_a_picture_after_a_sampled_token_that_stands_for_one_is_refused(tmp_path):
+    async def steps(talk):
+        await talk.say("Hello.")
+        talk.messages.append({"role": "user", "content": [image(RED)]})
+        answer = await talk.bench.http(talk.session.token).post(
+            "/v1/chat/completions", json={"model": "any", "messages": talk.messages, "max_tokens": 4}
+        )
+        assert answer.status_code == 400 and f"token {PICTURE_MARK} stands for a picture" in answer.text
+
+    run(tmp_path, steps, edit=edited(1, token_ids=[PICTURE_MARK]))
+
+
+def test_pictures_of_an_earlier_answer_are_seen_again_by_their_digest(tmp_path):
+    async def steps(talk):
+        http = talk.bench.http(talk.session.token)
+        content = [{"type": "input_image", "image_url": url_of(RED)}]
+        body = {"model": "any", "max_output_tokens": 16, "input": [{"role": "user", "content": content}]}
+        first = (await http.post("/v1/responses", json=body)).json()
+        body = {"model": "any", "max_output_tokens": 16, "input": "More.", "previous_response_id": first["id"]}
+        assert (await http.post("/v1/responses", json=body)).status_code == 200
+        attempt = await talk.attempt()
+        assert [node.parent for node in attempt.nodes] == [None, 0] and len(talk.server.requests[1]["content_parts"]) == 1
+
+    run(tmp_path, steps)
+
+
+def test_a_full_folder_of_pictures_takes_no_more_of_them(tmp_path):
+    write_vision_tokenizer(tmp_path / "model")
+
+    async def main():
+        server = FakeVllm()
+        server.sees_pictures, server.vocabulary = True, 1000
+        async with server, engine_over(server, folder=tmp_path / "model") as engine:
+            renderer = Renderer.load(tmp_path / "model")
+            reader = PictureReader(engine, renderer, PictureStore(tmp_path, max_bytes=len(RED)))
+            parts = [image(RED), image(BLUE)]
+            kinds = [(await reader._read_part(part, {}))["type"] for part in parts]  # no call of a small gateway fills it
+            assert kinds == ["picture", "image_url"]
+
+    asyncio.run(main())
+
+
+def test_the_double_answers_about_pictures_as_a_real_server_did(tmp_path):
+    async def main():
+        server = FakeVllm()
+        server.sees_pictures = True
+        async with server, engine_over(server) as engine:
+            for entry in PICTURES.values():
+                if "body" in entry and entry["status"] == 200 and "token_ids" in entry["body"]:
+                    told = await engine.client.http.request_bytes(server.url + "/inference/v1/generate", entry["body"])
+                    assert prompts(told.decode()) == prompts(entry["answer"])
+
+    asyncio.run(main())
+
+
+def prompts(stream):
+    """What a stream says of its prompt, and the fields of its choices."""
+    first = stream.partition("\n")[0].replace(" ", "")
+    return first[first.index('"prompt_token_ids"') : first.index("]")], ['"token_ids"' in first, '"logprobs":{"content"' in first]
+
+
+def test_a_server_that_is_away_is_an_error_and_no_reason_to_leave_a_picture_out(tmp_path):
+    async def main():
+        server = FakeVllm()
+        server.sees_pictures = True
+        async with engine_over(server) as engine:
+            with pytest.raises(EngineError) as error:
+                await engine.render_picture(url_of(RED))
+            assert not isinstance(error.value, EngineRefused)
+
+    asyncio.run(main())

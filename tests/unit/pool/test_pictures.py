@@ -1,0 +1,30 @@
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import PoolError
+from penstock.pool.pictures import PictureStore
+
+RED, DIGEST = b"red", "b1f51a511f1da0cd348b8f8598db32e61cb963e5fc69e2b41485bf99590ed75a"
+
+
+def test_a_picture_lies_once_under_its_digest(tmp_path: Path):
+    store = PictureStore(tmp_path)
+    assert store.put(RED) and store.put(RED)
+    assert [file.name for file in (tmp_path / "pictures").iterdir()] == [DIGEST]
+    assert (store.read(DIGEST), store.size_bytes()) == (RED, 3)
+
+
+def test_a_full_store_takes_no_more_and_keeps_what_it_has(tmp_path: Path):
+    store = PictureStore(tmp_path, max_bytes=3)
+    assert store.put(RED) and not store.put(b"blue") and store.put(RED)
+
+
+def test_what_is_damaged_missing_or_no_digest_is_refused(tmp_path: Path):
+    store = PictureStore(tmp_path)
+    store.put(RED)
+    store.path(DIGEST).write_bytes(b"blue")
+    (tmp_path / "secret").write_text("s")
+    for digest, told in ((DIGEST, "damaged"), ("0" * 64, "is not in"), ("../secret", "no digest")):
+        with pytest.raises(PoolError, match=told):
+            store.read(digest)
