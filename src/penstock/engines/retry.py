@@ -122,7 +122,7 @@ class FleetClient:
         state, begun, server = RetryState(self.policy), False, None
         while not self._closed:
             await self.fleet.wait_for_switch()
-            await self._wait_for_server()
+            await self.wait_for_server()
             try:
                 with self.fleet.route(rollout_id, state.tried) as routed:
                     server = routed.server
@@ -149,7 +149,7 @@ class FleetClient:
                 await asyncio.sleep(wait_s)
         raise EngineError("the engine is closed")
 
-    async def _wait_for_server(self) -> None:
+    async def wait_for_server(self) -> None:
         """Wait while all servers are down, such as during the restart of the only one, for `down_s` at most."""
         if self.policy.down_s and not self.fleet.is_up():
             self.counts["waited_down"] += 1

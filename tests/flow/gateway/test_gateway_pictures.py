@@ -6,6 +6,7 @@ import logging
 from contextlib import AsyncExitStack
 
 import pytest
+from aiohttp import web
 from tiny_vision import BLUE, RED, image, url_of, write_vision_tokenizer
 
 from faults.upstream_cases import PICTURE_MARK, PICTURES, FakeVllm, edited, engine_over, picture_tokens
@@ -232,6 +233,25 @@ def prompts(stream):
     """What a stream says of its prompt, and the fields of its choices."""
     first = stream.partition("\n")[0].replace(" ", "")
     return first[first.index('"prompt_token_ids"') : first.index("]")], ['"token_ids"' in first, '"logprobs":{"content"' in first]
+
+
+def test_pictures_are_for_fleets_whose_servers_all_take_them_and_one_that_is_busy_is_asked_again():
+    async def main():
+        one, other = FakeVllm(), FakeVllm(version="0.29.0")
+        one.sees_pictures = other.sees_pictures = True
+        busy = iter([web.Response(status=503), web.Response(status=500)])
+
+        async def cut(request):
+            return next(busy, None) if request.path.endswith("/render") else None
+
+        one.cut = cut
+        async with one, other, engine_over(one, other) as both, engine_over(one) as engine:
+            with pytest.raises(EngineRefused, match=r"start vLLM 0\.30 or later with --enable-scale-out"):
+                await both.render_picture(url_of(RED))
+            assert (await engine.render_picture(url_of(RED))).size == len(picture_tokens(url_of(RED)))
+            assert next(busy, None) is None
+
+    asyncio.run(main())
 
 
 def test_a_server_that_is_away_is_an_error_and_no_reason_to_leave_a_picture_out(tmp_path):

@@ -9,6 +9,7 @@ from chat_cases import (
     TOOLS,
     make_renderer,
 )
+from tiny_vision import TEMPLATE, write_vision_tokenizer
 
 from penstock.chat.bridge import Bridge, TurnPattern
 from penstock.chat.renderer import Renderer
@@ -306,3 +307,21 @@ def test_a_long_conversation_of_bridged_turns_equals_its_whole_rendering(name):
         bridged += glue is not None
         assert path == renderer.root(messages)
     assert bridged == 6 * case(renderer)
+
+
+@pytest.mark.parametrize("numbered", [False, True])
+def test_pictures_are_appended_unless_the_template_numbers_them(numbered, tmp_path):
+    before = "{% set seen = namespace(count=0) %}" if numbered else ""
+    shown = "{% set seen.count = seen.count + 1 %}{{ seen.count }}<image>" if numbered else "<image>"
+    template = before + TEMPLATE.replace(
+        "{{ '<image>' if part.type == 'image' else part.text }}",
+        "{% if part.type == 'image' %}" + shown + "{% else %}{{ part.text }}{% endif %}",
+    )
+    write_vision_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    made = Renderer.load(tmp_path)
+    seen = {"role": "user", "content": [{"type": "picture", "digest": "ab", "media_type": "image/png"}]}
+    reply = {"role": "assistant", "content": "Red."}
+    ids = tuple(made.tokenizer.encode("Red."))
+    added = made.extend(reply, [seen], last_id=ids[-1], tools=False, system=False)
+    assert added is None if numbered else made.root([seen]) + ids + added == made.root([seen, reply, seen])

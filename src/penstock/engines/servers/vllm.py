@@ -5,6 +5,7 @@ docs/engines.md has a table of what differs between versions.
 """
 
 import asyncio
+import random
 import re
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -14,6 +15,7 @@ from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, cast
 
 from penstock.engines.base import RenderedPicture, SentPicture
 from penstock.engines.fleet import EngineServer
+from penstock.engines.retry import RetryState
 from penstock.engines.servers.adapters import ServedAdapter, adapter_roots
 from penstock.engines.servers.base import (
     CONTROL_S,
@@ -234,20 +236,30 @@ class VllmEngine(RemoteEngine):
         return VllmPictureReader(prompt, sampling, version=server.version, behaviour_known=self.behaviour_known(sampling))
 
     async def render_picture(self, url: str) -> RenderedPicture:
-        """See `PictureEngine`. A server that is up is asked; no token is sampled."""
+        """See `PictureEngine`. No token is sampled."""
+        state = RetryState(self.client.policy)
+        while True:
+            await self.client.wait_for_server()
+            try:
+                return await self._render_picture(url)
+            except UpstreamError as error:
+                if error.kind == "refused":
+                    raise EngineRefused(str(error)) from error
+                if (wait_s := state.wait_s(error, others=False)) is None:
+                    raise EngineError(f"no server has read a picture: {error}") from error
+                await asyncio.sleep(wait_s)
+
+    async def _render_picture(self, url: str) -> RenderedPicture:
+        up = [server.url for server in self.client.fleet.servers if server.up.is_set()]
+        if not up:
+            raise UpstreamError("none is up", kind="broken")
+        for server in up:  # a request may go to any of them
+            if not (await self.features(server)).takes_pictures:
+                raise EngineRefused(f"{server} takes no pictures beside token ids; {PICTURE_REMEDY}")
         message = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}
         body = {"model": self._served.model, "messages": [message], "mm_payload": "none"}
-        error: UpstreamError | None = None
-        for server in [server for server in self.client.fleet.servers if server.up.is_set()]:
-            try:
-                if not (await self.features(server.url)).takes_pictures:
-                    raise EngineRefused(f"{server.url} takes no pictures beside token ids; {PICTURE_REMEDY}")
-                return _rendered_picture(await self.client.http.request_json(server.url + RENDER, body), server.url)
-            except UpstreamError as failed:
-                if failed.kind == "refused":
-                    raise EngineRefused(str(failed)) from failed
-                error = failed
-        raise EngineError(f"no server has read a picture: {error or 'none is up'}")
+        server = random.choice(up)
+        return _rendered_picture(await self.client.http.request_json(server + RENDER, body), server)
 
     def check_sampling(self, sampling: Sampling) -> None:
         if 0.0 < sampling.temperature < MIN_TEMPERATURE:
