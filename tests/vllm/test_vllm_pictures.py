@@ -82,6 +82,30 @@ def test_a_conversation_with_pictures_has_the_log_probabilities_of_what_is_recor
         assert step.logprobs == pytest.approx(truth, abs=CLOSE), step.index
 
 
+def test_what_a_call_asks_for_holds_beside_pictures_too(server: str, model: Path, tmp_path: Path):
+    async def case() -> None:
+        section = VllmSection(name="vllm", url=(server,))
+        engine = await asyncio.to_thread(open_engine, model, name="any", section=section, seed=0)
+        async with workbench(engine, Renderer.load(model), pictures=tmp_path) as bench:
+            session = await bench.rollout()
+
+            async def ask(**fields: Any) -> Step:
+                body = {"model": "any", "messages": [{"role": "user", "content": [image(RED)]}], "temperature": 0, "max_tokens": 8}
+                answer = await bench.http(session.token).post("/v1/chat/completions", json={**body, **fields})
+                assert answer.status_code == 200, answer.text
+                return (await bench.attempt(session)).steps[-1]
+
+            free = await ask()
+            banned = await ask(logit_bias={str(free.completion_ids[0]): -100})
+            stopped = await ask(max_tokens=1)
+            formed = await ask(response_format={"type": "json_object"}, temperature=1)
+        await engine.close()
+        assert banned.completion_ids[0] != free.completion_ids[0] == stopped.completion_ids[0]
+        assert len(stopped.completion_ids) == 1 and formed.message["content"].lstrip().startswith("{")
+
+    asyncio.run(case())
+
+
 def test_a_command_is_recorded_with_the_pictures_that_it_showed(server: str, model: Path, tmp_path: Path):
     record = tmp_path / "record"
     penstock = [sys.executable, "-m", "penstock"]
