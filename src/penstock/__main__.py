@@ -1,6 +1,15 @@
-"""`python -m penstock`: the command, with the interpreter that is asked."""
+"""The `penstock` command, also as `python -m penstock`, with the interpreter that is asked."""
 
-from penstock.cli import main
+import sys
+
+
+def main() -> None:
+    try:
+        from penstock.cli.app import main as run_command  # takes a second, in which a Ctrl-C may come
+    except KeyboardInterrupt:
+        sys.exit(130)
+    run_command()
+
 
 if __name__ == "__main__":
     main()

@@ -518,7 +518,12 @@ def read_toml(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as cause:
         raise ConfigError(f"{path}: cannot be read: {cause}") from cause
     except (tomllib.TOMLDecodeError, orjson.JSONDecodeError) as cause:
-        raise ConfigError(f"{path}: not valid {'JSON' if path.suffix == '.json' else 'TOML'}: {cause}") from cause
+        meant = (
+            ""
+            if path.suffix in (".toml", ".json")
+            else "; give the run's config file, such as train.toml, which names agent and tasks"
+        )
+        raise ConfigError(f"{path}: not valid {'JSON' if path.suffix == '.json' else 'TOML'}: {cause}{meant}") from cause
 
 
 def override(tree: dict[str, Any], overrides: Iterable[str]) -> None:

@@ -28,7 +28,7 @@ def test_a_run_goes_on_and_starts_over_and_another_of_its_name_is_refused(tmp_pa
     for _ in range(2):
         another = train(tmp_path / "there", 1)
         assert another.returncode == 2
-        said = json.loads(another.stdout)["error"]["message"]
+        said = json.loads(another.stderr.splitlines()[-1])["error"]["message"]
         assert said.endswith("groups of another run called 'shared'; set another run.name")
     fresh = train(tmp_path / "here", 1, "--fresh")
     assert (fresh.returncode, json.loads(fresh.stdout)["rollouts"]) == (0, json.loads(first.stdout)["rollouts"])
@@ -41,6 +41,6 @@ def test_a_run_goes_on_and_starts_over_and_another_of_its_name_is_refused(tmp_pa
 )
 def test_an_address_that_cannot_be_one_is_refused_before_there_is_a_run(tmp_path: Path, url: str, why: str) -> None:
     refused = train(tmp_path / "here", 1, url=url)
-    said = json.loads(refused.stdout)["error"]["message"]
+    said = json.loads(refused.stderr.splitlines()[-1])["error"]["message"]
     assert (refused.returncode, why in said, "secret" in refused.stdout + refused.stderr) == (2, True, False)
     assert not (tmp_path / "here" / "runs").exists()

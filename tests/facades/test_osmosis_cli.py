@@ -8,11 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer.main
 from osmosis_shell import FOLDERS, Shell, answering, at_a_terminal, make_workspace, run_process
 from seed_rollouts import TASK, run_rollouts
 
 from osmosis_ai import __version__
-from osmosis_ai.cli.app import GROUPS, command_of, split_flags
+from osmosis_ai.cli.app import GROUPS, app, command_of, split_flags
 from osmosis_ai.cli.connection import identify
 from osmosis_ai.cli.environment import read_settings
 from osmosis_ai.cli.figures import columns, duration, moment, size
@@ -190,10 +191,9 @@ def test_all_that_is_wrong_with_a_file_is_told_at_once(osmosis, monkeypatch):
 
 
 def test_doctor_tells_what_is_missing_and_makes_it(osmosis):
-    ran = osmosis.json("doctor")
-    told = ran.told
-    assert (ran.code, told["status"], told["operation"]) == (1, "failed", "doctor")
-    assert told["resource"]["missing"] == told["resource"]["required_paths"] and not told["resource"]["valid"]
+    told = osmosis.json("doctor").error
+    assert (told["code"], told["command"]) == ("WORKSPACE_REQUIRED", "doctor")
+    assert told["details"]["missing"] == told["details"]["required_paths"] and not told["details"]["valid"]
     fixed = osmosis.json("doctor", "--fix").told["resource"]
     assert (fixed["valid"], fixed["missing"]) == (True, []) and set(FOLDERS) <= set(fixed["fixed"])
     assert all(Path(name).is_dir() for name in FOLDERS)
@@ -533,3 +533,24 @@ def test_a_judgement_that_cannot_be_is_told(judged, words, code):
     rows_file({"solution_str": "20"})
     ran = judged({"error": {"message": "no"}}, *words, status=400)
     assert (ran.code, ran.error["code"]) == (1, code) and "hush" not in ran.err
+
+
+def leaves(command, path=()):
+    for name, child in getattr(command, "commands", {}).items():
+        yield from leaves(child, (*path, name))
+    if not hasattr(command, "commands"):
+        yield " ".join(path), command
+
+
+COMMANDS = dict(leaves(typer.main.get_command(app)))
+NEVER_FAIL = {"template list", "upgrade", "auth logout"}
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS.keys() - NEVER_FAIL))
+def test_with_json_what_fails_is_one_envelope_on_stderr(osmosis, name, monkeypatch):
+    for variable, value in {"OSMOSIS_PLATFORM_URL": "http://127.0.0.1:9", "OSMOSIS_TOKEN": "x"}.items():
+        monkeypatch.setenv(variable, value)
+    needed = [each for each in COMMANDS[name].params if each.param_type_name == "argument" and each.required]
+    ran = osmosis.json(*name.split(), *["no/where"] * len(needed))
+    assert ran.error["command"] == name and ran.error["message"]
+    assert osmosis.json(*name.split(), "--no-such-option").error["code"] == "VALIDATION"

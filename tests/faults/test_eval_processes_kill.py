@@ -90,7 +90,7 @@ def test_where_the_process_that_writes_for_all_is_killed_the_command_says_so_and
                 writer = writer_process_of(process.pid)
                 writer.kill()
         assert process.wait(60) == 1 and "Traceback" not in "".join(said)
-        assert "the process that writes to the pool has ended" in json.loads(process.stdout.read())["error"]["message"]
+        assert "the process that writes to the pool has ended" in json.loads(said[-1])["error"]["message"]
     ended = completed(project)
     assert 60 <= len(ended) < ROWS * SAMPLES
     found = json.loads(evaluate(project, 2, kill=False))

@@ -200,10 +200,11 @@ def judge(case: Case, runs: Runs, project: Path, answer: Answer, hit: dict[str, 
 
 def is_refusal(answer: Answer) -> str | None:
     """`refused` where the command ended with one line and a reason; None where it ended otherwise."""
-    if answer.out.startswith('{"error":'):
-        message = json.loads(answer.out)["error"]["message"]
-    elif answer.err.strip() and answer.err.strip().splitlines()[-1].startswith("penstock: "):
-        message = answer.err.strip().splitlines()[-1]
+    last = (answer.err.strip().splitlines() or [""])[-1]
+    if last.startswith('{"error":'):
+        message = json.loads(last)["error"]["message"]
+    elif last.startswith("penstock: "):
+        message = last
     else:
         return None
     return "refused" if ";" in message or "has no" in message else f"refused without a remedy: {message}"

@@ -44,8 +44,18 @@ CONTROLLER = ("submit", "stop", "download", "secret", "controller")
 """Commands that a controller carries out; help shows them apart."""
 
 
+class Interrupted(Exception):
+    """Ctrl-C in a command that does not handle it. Typer would end silently for a KeyboardInterrupt."""
+
+
 class SectionedGroup(TyperGroup):
     """A group whose help shows the commands for a controller apart from the others."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as cause:
+            raise Interrupted from cause
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         own = [name for name in self.list_commands(ctx) if not self.commands[name].hidden]
@@ -143,7 +153,7 @@ def root(
 ) -> None:
     """Make any agent trainable: run it over tasks, record every token, grade, improve the policy.
 
-    Results go to stdout, progress to stderr; --json on any command prints one JSON object instead of text.
+    Results go to stdout, progress and errors to stderr; --json on any command prints one JSON object instead of text.
 
     Exit codes: 0 done, 1 failed, 2 bad input, 3 trained without learning anything, 4 stopped by an alarm, 130 stopped by Ctrl-C.
     """
@@ -171,8 +181,9 @@ def exit_code(command: Callable[[], Any], *, as_json: bool = False) -> int:
     except typer.Exit as end:
         return end.exit_code
     except typer.Abort:  # Ctrl-C at a question
-        typer.echo("\npenstock: nothing was done", err=True)
-        return INTERRUPTED
+        return _report_interrupt("nothing was done", as_json=as_json)
+    except Interrupted:
+        return _report_interrupt("stopped by Ctrl-C", as_json=as_json)
     except PenstockError as error:
         return _report_error(error, as_json=as_json)
     except ExceptionGroup as group:
@@ -209,9 +220,19 @@ def _issue(fields: dict[str, Any]) -> Issue:
 
 def _report_usage(message: str, *, as_json: bool) -> int:
     if message.startswith("Usage:"):  # a group of commands without one: its help
+        if as_json:
+            return _print_error("a command is missing; see penstock --help", code="usage", as_json=True, exit_code=2)
         typer.echo(message, err=True)
         return 2
-    return _print_error(f"{message.rstrip('.')}; see penstock --help", code="usage", as_json=as_json, exit_code=2)
+    see = "See" if message.endswith("?") else "see"
+    text = f"{message.rstrip('.')}{' ' if see == 'See' else '; '}{see} penstock --help"
+    return _print_error(text, code="usage", as_json=as_json, exit_code=2)
+
+
+def _report_interrupt(message: str, *, as_json: bool) -> int:
+    if not as_json:
+        typer.echo("", err=True)  # after the terminal's ^C
+    return _print_error(message, code="interrupted", as_json=as_json, exit_code=INTERRUPTED)
 
 
 def _first(group: ExceptionGroup[PenstockError]) -> PenstockError:
@@ -225,7 +246,7 @@ def _print_error(message: str, *, code: str, as_json: bool, exit_code: int, issu
     line = " ".join(part.strip() for part in text.splitlines())
     if as_json:
         details = {"issues": [issue._asdict() for issue in issues]} if issues else {}
-        typer.echo(orjson.dumps({"error": {"code": code, "message": line, **details}}).decode())
+        typer.echo(orjson.dumps({"error": {"code": code, "message": line, **details}}).decode(), err=True)
         return exit_code
     typer.echo(f"penstock: {line}", err=True)
     for issue in issues if several else ():

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import orjson
 import typer
 
-from penstock.cli.output import aligned, reward_text, warn
+from penstock.cli.output import NOTICES, aligned, reward_text, warn
 
 if TYPE_CHECKING:
     from penstock.config import RunConfig
@@ -24,7 +24,7 @@ def try_once(config: "RunConfig", kind: "RunKind", *, as_json: bool, following: 
 
     check_project(config, f"the run {config.run.name!r}")
     with contextlib.redirect_stdout(sys.stderr):
-        found = dry_run(config, kind=kind, listener=_listen)
+        found = dry_run(config, kind=kind, listener=Notices())
     typer.echo(orjson.dumps(asdict(found)).decode() if as_json else as_text(found, following))
     raise typer.Exit(0 if found.completed else 1)
 
@@ -38,6 +38,15 @@ def as_text(found: "DryRunResult", following: str) -> str:
     return f"\n{aligned(rows)}\n"
 
 
-def _listen(name: str, fields: dict[str, Any]) -> None:
-    if name == "stage" and not fields.get("done"):
-        warn(fields["text"])
+class Notices:
+    """Prints each stage once, and what people must see."""
+
+    def __init__(self) -> None:
+        self._stage = ""
+
+    def __call__(self, name: str, fields: dict[str, Any]) -> None:
+        if name in NOTICES:
+            warn(fields["text"])
+        elif name == "stage" and fields["text"] != self._stage:
+            self._stage = fields["text"]
+            warn(self._stage)

@@ -155,4 +155,5 @@ def leave(code: int) -> NoReturn:
 def _quit() -> None:
     if os.isatty(2):
         os.write(2, b"\x1b[?25h\n")  # the live view hides the cursor
+    os.write(2, b"penstock: quit at once, as a kill would\n")
     os._exit(INTERRUPTED)

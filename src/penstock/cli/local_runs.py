@@ -91,7 +91,8 @@ def info_text(kind: "RunKind", found: dict[str, Any]) -> str:
     rows: list[tuple[str, object]] = [("folder", row["folder"]), ("model", row["model"]), ("step", row["step"])]
     rows.append(("reward", reward_text(row["reward"])))
     if kind == "train":
-        rows += [("held-out", f"{reward_text(summary.get('eval_before'))} → {reward_text(summary.get('eval_after'))}")]
+        held_out = summary.get("eval_before"), summary.get("eval_after")
+        rows += [("held-out", " → ".join(map(reward_text, held_out)) if any(each is not None for each in held_out) else None)]
         rows += [("checkpoint", summary.get("checkpoint")), ("", summary.get("stalled"))]
     rows.append(("rollouts", ", ".join(f"{count} {end}" for end, count in row["ends"].items())))
     following = f"penstock report {row['folder']}" if kind == "train" else f"penstock eval compare {row['folder']} OTHER"
@@ -101,11 +102,13 @@ def info_text(kind: "RunKind", found: dict[str, Any]) -> str:
 
 def log_lines(run: RunFolder) -> Iterator[str]:
     """What the run said, as lines with the time of day."""
-    state = RunState(rollouts_per_step=1)
+    times = [0.0]
+    state = RunState(rollouts_per_step=1, clock=lambda: times[-1])
     for line in run.events.read_bytes().splitlines() if run.events.exists() else ():
         with suppress(ValueError, LookupError, TypeError):  # a kill cut it short, or it is another penstock's
             event: dict[str, Any] = orjson.loads(line)
             kind, time = event.pop("kind"), event.pop("time")
+            times[-1] = time
             state.apply(kind, event)
             if text := event_line(kind, event, state):
                 yield f"{datetime.fromtimestamp(time).astimezone():%H:%M:%S} {text}"

@@ -110,7 +110,9 @@ def _list(kind: "RunKind") -> Callable[..., None]:
         if not as_json and (client is None or (local and not plain)):
             if client is not None:
                 typer.echo(f"\nRun folders in {local_runs.PLACES[kind]}/:\n")
-            empty = f"no {KIND_NAMES[kind]} in {local_runs.PLACES[kind]}/ here, and no controller runs; begin with: penstock {kind}"
+            empty = (
+                f"no {KIND_NAMES[kind]} in {local_runs.PLACES[kind]}/ here, and no controller runs; begin with: penstock {kind} run"
+            )
             print_table({"local": local}, "local", local_runs.COLUMNS, as_json=False, plain=plain, empty=empty)
 
     return list_runs

@@ -1,6 +1,7 @@
 """The summary that `penstock train` prints: results, where everything is, and the next command."""
 
 import shlex
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from textwrap import shorten, wrap
@@ -30,6 +31,8 @@ class ResumeCommand(NamedTuple):
     """Starts the run over."""
     evaluate: str = ""
     """The command that evaluates a model on the run's tasks, to be followed by the checkpoint; empty if there is none."""
+    attack: str = ""
+    """The command that attacks the run's grader; empty if it is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,15 +57,18 @@ def as_object(result: TrainingResult) -> str:
 def as_lines(result: TrainingResult) -> str:
     """The same as lines with tabs; inner numbers have names with dots, such as `ends.completed`."""
     fields: dict[str, Any] = asdict(result.summary) | {"report": result.report, "next": next_command(result)}
-    lines: list[PlainLine] = []
-    for name, value in fields.items():
-        if isinstance(value, dict):
-            lines += [PlainLine(f"{name}.{key}", inner) for key, inner in cast("dict[str, Any]", value).items()]
-        elif isinstance(value, list | tuple):
-            lines += [PlainLine(name, inner) for inner in cast("list[Any]", value)]
-        else:
-            lines.append(PlainLine(name, value))
-    return plain_text(lines)
+    return plain_text(line for name, value in fields.items() for line in _plain_lines(name, value))
+
+
+def _plain_lines(name: str, value: Any) -> Iterator[PlainLine]:
+    if isinstance(value, dict):
+        for key, inner in cast("dict[str, Any]", value).items():
+            yield from _plain_lines(f"{name}.{key}", inner)
+    elif isinstance(value, list | tuple):
+        for inner in cast("list[Any]", value):
+            yield from _plain_lines(name, inner)
+    else:
+        yield PlainLine(name, value)
 
 
 def as_text(result: TrainingResult) -> str:

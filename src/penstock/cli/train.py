@@ -61,7 +61,9 @@ def train(
         warn(f"this is the control of {control_of}: the same tasks, seed and steps, nothing learned")
         warn(f"when both are done: penstock compare {_folder(config)} {control_of}")
     resume = ResumeCommand(
-        _command("train", file, overrides or [], control=control), evaluate=_command("eval run", file, overrides or [])
+        _command("train", file, overrides or [], control=control),
+        evaluate=_command("eval run", file, overrides or []),
+        attack=_command("grader attack", file, overrides or []),
     )
     if dry:
         dry_run.try_once(config, "train", as_json=as_json, following=resume.command)
@@ -99,7 +101,7 @@ def run_training(
         # what the author's code prints is not a result: it goes to stderr, like progress
         with contextlib.redirect_stdout(sys.stderr), view:
             inputs = read_inputs(config, view, check=check_algorithm)
-            warn_of_holes(config, inputs, view)
+            warn_of_holes(config, inputs, view, see=resume.attack or "penstock grader attack")
             summary = asyncio.run(_train(config, inputs, view, fresh=fresh, allow_code_change=allow_code_change))
     except asyncio.CancelledError:
         warn(f"quit; to go on: {resume.command}")

@@ -114,8 +114,11 @@ def may_ask_others(agent: Agent) -> bool:
     return module.endswith((".rubric", ".judge")) or any(word in source.lower() for word in ASKS_OTHERS)
 
 
-def warn_of_holes(config: RunConfig, inputs: Inputs, listener: Listener) -> None:
-    """Before the first step of a run: attack its grader for some seconds, and give notice of what it rewards."""
+def warn_of_holes(config: RunConfig, inputs: Inputs, listener: Listener, *, see: str) -> None:
+    """Before the first step of a run: attack its grader for some seconds, and give notice of what it rewards.
+
+    `see` is the command that shows all of it.
+    """
     folder, agent = config.run.folder / config.run.name, inputs.agent
     if not config.train.attack_grader or folder.exists() or not agent.graded_by_run or may_ask_others(agent):
         return
@@ -129,7 +132,7 @@ def warn_of_holes(config: RunConfig, inputs: Inputs, listener: Listener) -> None
         more = f" (and {len(others)} more)" if others else ""
         what = f"{first.reward:.3g} for {first.kind}, {first.name}{more}"
         text = f"the grader rewards worthless replies: {what}; a policy will find that"
-        remedy = "see all with: penstock grader attack, or do without this check: --set train.attack_grader=false"
+        remedy = f"see all with: {see}, or do without this check: --set train.attack_grader=false"
         listener("notice", {"text": f"{text}; {remedy}"})
 
 

@@ -111,7 +111,7 @@ def _held_out_flat(entries: Entries, start_reward: float | None) -> Sign | None:
         return None
     return Sign(
         f"the reward rose by {gain:.3g} in training, and by {held_out:.3g} on held-out tasks: the policy learns the tasks by "
-        "heart or games the grader; read its best rollouts, add tasks, try: penstock grader attack",
+        "heart or games the grader; read its best rollouts, add tasks, try: penstock grader attack FILE.toml",
         {"gain": gain, "held_out_gain": held_out},
     )
 
@@ -124,7 +124,7 @@ def _one_pattern(entries: Entries, _: float | None) -> Sign | None:
     reply = told[-1]["text"]
     return Sign(
         f"{last:.0%} of the replies are the same ({first:.0%} at first), and the reward rose: {reply[:80]!r} may be all that the "
-        "grader wants; try: penstock grader attack",
+        "grader wants; try: penstock grader attack FILE.toml",
         {"share_first": first, "share_last": last},
     )
 

@@ -43,7 +43,7 @@ from penstock.train.promotion import promote_if_better
 from penstock.train.scores import ScoreWriter
 from penstock.train.sequences import behaviour_unknown_tokens, breaks, exactness
 from penstock.train.set_aside import BEYOND, CRASHED, EQUAL, find_culprits, may_be_data, out_of_bounds, refuse_too_many, set_aside
-from penstock.train.stalled import STALLED_STEPS, reply_examples, why_idle
+from penstock.train.stalled import STALLED_STEPS, idle_steps, reply_examples, why_idle
 from penstock.train.training_run import TrainingRun
 
 RECHECK_S = 60.0
@@ -129,7 +129,7 @@ async def train_steps(
     run: TrainingRun, progress: TrainProgress, stop: asyncio.Event, background: BackgroundEvaluation
 ) -> TrainProgress:
     """Trains until `train.steps` are done or `stop` is set. On return, all trained steps are in a checkpoint."""
-    section, idle, history, alarmed = run.config.train, list[dict[str, Any]](), run.folder.metrics(), list[Alarm]()
+    section, history, alarmed = run.config.train, run.folder.metrics(), list[Alarm]()
     speed = await SamplingSpeed.begin(run.pool)
     async with ScoreWriter(run.folder.path) as scores:
         while progress.step < section.steps and not stop.is_set() and not alarmed:
@@ -162,9 +162,9 @@ async def train_steps(
             for alarm in alarms:
                 run.events.emit("train.alarm", **alarm._asdict())
             alarmed = alarms if section.on_alarm != "warn" else []
-            idle = [*idle, entry] if progress.version == version else []
-            if idle and len(idle) % STALLED_STEPS == 0:
-                run.events.emit("train.stalled", steps=len(idle), text=f"step {progress.step}: {why_idle(idle)}")
+            idle = len(idle_steps(history))
+            if idle and idle % STALLED_STEPS == 0:
+                run.events.emit("train.stalled", steps=idle, text=f"step {progress.step}: {why_idle(history)}")
             run.rollouts.advance(progress.step)
     progress = await save_checkpoint(run, progress) if progress.leases else progress
     if alarmed:

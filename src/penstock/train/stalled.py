@@ -48,12 +48,16 @@ def idle_steps(metrics: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, An
     return metrics[len(metrics) - count :]
 
 
-def why_idle(steps: Sequence[Mapping[str, Any]]) -> str:
-    """Says why these steps made no update, and what to do; empty if there are none."""
-    return f"no update in the last {len(steps)} step{'s' * (len(steps) > 1)}: {_cause(steps)}" if steps else ""
+def why_idle(metrics: Sequence[Mapping[str, Any]]) -> str:
+    """Says why the last steps made no update, and what to do; empty if the very last one made one."""
+    steps = idle_steps(metrics)
+    if not steps:
+        return ""
+    last = "step" if len(steps) == 1 else f"{len(steps)} steps"
+    return f"no update in the last {last}: {_cause(steps, metrics[: len(metrics) - len(steps)])}"
 
 
-def _cause(steps: Sequence[Mapping[str, Any]]) -> str:
+def _cause(steps: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str, Any]]) -> str:
     rewards = [reward for entry in steps for reward in entry["rewards"]]
     masked = sum((Counter[str](entry.get("masked", {})) for entry in steps), Counter[str]())
     failed = add_shortfalls(read_shortfalls(entry.get("shortfalls")) for entry in steps).get("failed")
@@ -67,8 +71,10 @@ def _cause(steps: Sequence[Mapping[str, Any]]) -> str:
         return f"no sampled token could be trained (masked steps: {reasons}); {remedy}"
     low, high = min(rewards), max(rewards)
     if low == high and high <= 0:
+        succeeded = any(reward > high for entry in before for reward in entry["rewards"])
+        success = "no success to learn from any more" if succeeded else "there was never a first success to learn from"
         return (
-            f"all rewards equal, every one is {high:g}: there was never a first success to learn from{_commonest(steps)}; "
+            f"all rewards equal, every one is {high:g}: {success}{_commonest(steps)}; "
             "give partial credit in the grader, easier tasks, a worked example in the prompt, or a larger model, and see the "
             "transcripts in the report"
         )

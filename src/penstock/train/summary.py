@@ -18,7 +18,7 @@ from penstock.train.held_out import evaluations_during_training
 from penstock.train.loop import TrainProgress
 from penstock.train.promotion import promoted_version
 from penstock.train.sequential_test import sequential_results
-from penstock.train.stalled import FIRST, LAST, idle_steps, why_idle
+from penstock.train.stalled import FIRST, LAST, why_idle
 from penstock.train.training_run import TrainingRun
 
 
@@ -130,7 +130,7 @@ async def summarize(run: TrainingRun, progress: TrainProgress, before: float | N
         dropped=stats.drops,
         peak_memory_mb=max((entry["peak_memory_mb"] for entry in metrics if entry.get("peak_memory_mb")), default=None),
         updates=sum(new != old for old, new in pairwise([0, *(entry["version"] for entry in metrics)])),
-        stalled=why_idle(idle_steps(metrics)),
+        stalled=why_idle(metrics),
         alarms=[f"{kind} at step {entry['step']}" for entry in metrics for kind in entry.get("alarms", ())],
         better=better_text(run.folder.task_rewards(), run.config.train.reward_range),
         promoted=promoted_version(run.folder.path),

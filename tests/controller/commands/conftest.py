@@ -20,8 +20,9 @@ class CommandResult(NamedTuple):
 
     @property
     def json(self) -> Any:
-        assert self.out.count("\n") == 1, self
-        return json.loads(self.out)
+        """The one line on stdout, or the error on stderr."""
+        assert self.out.count("\n") == (1 if self.out else 0), self
+        return json.loads(self.out or self.err.splitlines()[-1])
 
     @property
     def error(self) -> str:

@@ -41,10 +41,10 @@ def test_it_serves_until_a_signal_and_takes_its_address_back(home, number, code)
 def test_a_folder_has_one_controller_and_a_port_one_server(home, tmp_path):
     with controller_up(home.path) as up:
         second = ran(home.path, "controller", "up", "--port", "0", "--json")
-        assert (second.returncode, json.loads(second.stdout)["error"]["code"]) == (2, "CONTROLLER_RUNNING")
+        assert (second.returncode, json.loads(second.stderr.splitlines()[-1])["error"]["code"]) == (2, "CONTROLLER_RUNNING")
         port = up.ready["url"].rpartition(":")[2]
         other = ran(tmp_path / "other", "controller", "up", "--port", port, "--json")
-        assert other.returncode == 2 and "cannot listen" in json.loads(other.stdout)["error"]["message"]
+        assert other.returncode == 2 and "cannot listen" in json.loads(other.stderr.splitlines()[-1])["error"]["message"]
         assert find_running(home)
 
 
@@ -66,7 +66,7 @@ def test_two_clients_at_once_start_one_controller_which_is_told_of_and_stopped(h
 
 def test_where_none_serves_down_and_status_start_none(home):
     down = ran(home.path, "controller", "down", "--json")
-    assert (down.returncode, json.loads(down.stdout)["error"]["code"]) == (2, "CONTROLLER_ABSENT")
+    assert (down.returncode, json.loads(down.stderr.splitlines()[-1])["error"]["code"]) == (2, "CONTROLLER_ABSENT")
     assert ran(home.path, "controller", "status").returncode == 1
     assert ran(home.path, "eval", "list").returncode == 0
     assert not home.path.exists()
@@ -75,8 +75,8 @@ def test_where_none_serves_down_and_status_start_none(home):
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     told = ran(tmp_path / "file" / "home", "dataset", "list", "--json")
-    assert (told.returncode, json.loads(told.stdout)["error"]["code"]) == (2, "config_error")
-    assert "PENSTOCK_HOME" in told.stdout
+    assert (told.returncode, json.loads(told.stderr.splitlines()[-1])["error"]["code"]) == (2, "config_error")
+    assert "PENSTOCK_HOME" in told.stderr
 
 
 def test_the_token_opens_it_a_device_is_let_in_and_a_repository_is_registered(home, tmp_path, monkeypatch, capsys):
@@ -155,5 +155,5 @@ def test_every_command_that_the_page_names_is_there(capsys):
 def test_a_keyring_that_is_not_there_is_told_and_the_key_stays_in_its_file(home, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "keyring", None)
     assert run(["controller", "up", "--port", "0", "--keyring", "--home", str(home.path), "--json"]) == 2
-    assert "pip install" in json.loads(capsys.readouterr().out)["error"]["message"]
+    assert "pip install" in json.loads(capsys.readouterr().err.splitlines()[-1])["error"]["message"]
     assert not home.address.exists() and is_unserved(home)

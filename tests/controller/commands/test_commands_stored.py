@@ -92,7 +92,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(command, tasks, serving):
     command("dataset", "upload", tasks, "--name", "large", "--json")
     bounded = ["bash", "-c", 'ulimit -f 4; exec "$@"', "bash", *penstock("dataset", "download", "large", "-o", "out/", "--json")]
     told = subprocess.run(bounded, capture_output=True, text=True, timeout=60, env=environment(serving.home), check=False)
-    assert (told.returncode, json.loads(told.stdout)["error"]["code"]) == (2, "config_error"), told
+    assert (told.returncode, json.loads(told.stderr.splitlines()[-1])["error"]["code"]) == (2, "config_error"), told
     assert list(Path("out").iterdir()) == []
 
 

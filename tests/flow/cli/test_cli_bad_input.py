@@ -165,8 +165,8 @@ def test_a_folder_that_is_no_run(refused):
     assert "not a run folder" in refused("report", ".")
 
 
-def test_with_json_the_error_is_an_object_on_stdout(project):
+def test_with_json_the_error_is_an_object_on_stderr(project):
     (project / "tasks.jsonl").write_text("")
     result = penstock(project, "train", "train.toml", "--json")
-    assert (result.returncode, result.stderr) == (2, "")
-    assert json.loads(result.stdout)["error"]["code"] == "dataset_error"
+    assert (result.returncode, result.stdout) == (2, "")
+    assert json.loads(result.stderr)["error"]["code"] == "dataset_error"

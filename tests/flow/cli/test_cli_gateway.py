@@ -187,7 +187,7 @@ def test_a_second_gateway_on_the_same_folder_is_refused(tmp_path):
     with served(tmp_path):
         result = ran("gateway", "--engine", ENGINE, "--model", tmp_path / "model", "--folder", tmp_path / "run", "--json")
     assert result.returncode == 2
-    assert "another gateway serves it" in json.loads(result.stdout)["error"]["message"]
+    assert "another gateway serves it" in json.loads(result.stderr.splitlines()[-1])["error"]["message"]
 
 
 def test_a_folder_that_was_recorded_with_another_model_is_refused(tmp_path):

@@ -86,7 +86,8 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: Any, code: int = 0) -> 
     """What a command prints as JSON."""
     capsys.readouterr()
     assert run(["pool", *map(str, arguments), "--json"]) == code
-    return json.loads(capsys.readouterr().out)
+    said = capsys.readouterr()
+    return json.loads(said.out or said.err.splitlines()[-1])
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: Any, code: int = 0) -> str:

@@ -49,8 +49,8 @@ def test_server_says_once_where_it_serves_and_stops_on_a_signal(agent, tmp_path,
 )
 def test_what_cannot_be_served_is_one_line_and_exit_code_2(agent, tmp_path, arguments, words):
     done = called(tmp_path, "rollout", "serve", *arguments, *([] if "--port" in arguments else ["--port", 0]), "--json")
-    assert (done.returncode, done.stderr) == (2, "")
-    assert words in json.loads(done.stdout)["error"]["message"]
+    assert (done.returncode, done.stdout) == (2, "")
+    assert words in json.loads(done.stderr)["error"]["message"]
 
 
 def test_port_that_is_taken_is_said_with_a_remedy(agent, tmp_path):

@@ -54,7 +54,8 @@ def result(capsys, *arguments: str, code: int = 0):
     """What the command printed as JSON."""
     capsys.readouterr()
     assert run(["eval", *arguments, "--json"]) == code, capsys.readouterr()
-    return json.loads(capsys.readouterr().out)
+    said = capsys.readouterr()
+    return json.loads(said.out or said.err.splitlines()[-1])
 
 
 def stored_ids(folder: Path) -> dict[str, str]:

@@ -53,7 +53,8 @@ def project(tmp_path, monkeypatch) -> Path:
 def result(capsys, *arguments, code=0):
     capsys.readouterr()
     assert run(["eval", *arguments, "--json"]) == code, capsys.readouterr()
-    return json.loads(capsys.readouterr().out)
+    said = capsys.readouterr()
+    return json.loads(said.out or said.err.splitlines()[-1])
 
 
 def everything(folder: Path) -> bytes:

@@ -35,7 +35,7 @@ def refused(reference: str, folder: Path, **environment: str) -> str:
     result = pull(reference, folder, **environment)
     assert result.returncode == 2, result.stderr
     assert "Traceback" not in result.stderr
-    return json.loads(result.stdout)["error"]["message"]
+    return json.loads(result.stderr.splitlines()[-1])["error"]["message"]
 
 
 def test_a_hub_repository_is_pulled_once_and_serves_without_the_hub(tmp_path):

@@ -131,4 +131,4 @@ def test_bad_input_to_a_command_is_a_line_for_each_problem(workspace, monkeypatc
         "key 'experiment.dataset' is missing",
     ]
     assert run(["train", "configs/eval/multiply.toml", "--json"]) == 2
-    assert len(json.loads(capsys.readouterr().out)["error"]["issues"]) == 3
+    assert len(json.loads(capsys.readouterr().err.splitlines()[-1])["error"]["issues"]) == 3

@@ -21,7 +21,7 @@ def failing(monkeypatch):
     """An app whose `fail` command raises what it is told to."""
 
     def use(error: BaseException) -> None:
-        app = typer.Typer(pretty_exceptions_enable=False)
+        app = typer.Typer(cls=edge.SectionedGroup, pretty_exceptions_enable=False)
 
         @app.callback()
         def root() -> None: ...
@@ -91,17 +91,17 @@ def test_an_error_in_several_lines_is_told_in_one(capsys, failing):
     assert run(capsys, "fail")[2] == "penstock: first second\n"
 
 
-def test_with_json_an_error_is_an_object_on_stdout(capsys, failing):
+def test_with_json_an_error_is_an_object_on_stderr(capsys, failing):
     failing(DatasetError("row 3 is empty"))
     code, out, err = run(capsys, "fail", "--json")
-    assert (code, err) == (2, "")
-    assert json.loads(out) == {"error": {"code": "dataset_error", "message": "row 3 is empty"}}
+    assert (code, out) == (2, "")
+    assert json.loads(err) == {"error": {"code": "dataset_error", "message": "row 3 is empty"}}
 
 
 def test_with_json_a_usage_error_is_an_object_too(capsys):
-    code, out, _ = run(capsys, "verify", "--json")
-    assert code == 2
-    assert json.loads(out)["error"]["code"] == "usage"
+    code, out, err = run(capsys, "verify", "--json")
+    assert (code, out) == (2, "")
+    assert json.loads(err)["error"]["code"] == "usage"
 
 
 def test_several_problems_are_a_line_each_and_a_list_in_json(capsys, failing):
@@ -109,7 +109,7 @@ def test_several_problems_are_a_line_each_and_a_list_in_json(capsys, failing):
     code, out, err = run(capsys, "fail")
     assert (code, out) == (2, "")
     assert err == "penstock: a.toml: 2 problems\n  train.lr is too large\n  line 3: no prompt; did you mean 'prompt'?\n"
-    told = json.loads(run(capsys, "fail", "--json")[1])["error"]
+    told = json.loads(run(capsys, "fail", "--json")[2])["error"]
     assert told["message"] == "a.toml: 2 problems"
     assert told["issues"][1] == {"key": "line 3", "message": "no prompt", "correction": "prompt"}
 
@@ -119,7 +119,7 @@ def test_a_controllers_refusal_keeps_its_code_and_its_issues(capsys, failing, st
     answer = {"issues": [{"key": "a", "message": "a is wrong", "key_correction": None}, "b is wrong"]}
     failing(ControllerError("2 problems", code="RUN_REFUSED", status=status, details=answer))
     assert run(capsys, "fail") == (code, "", "penstock: 2 problems\n  a is wrong\n  b is wrong\n")
-    assert json.loads(run(capsys, "fail", "--json")[1])["error"]["code"] == "RUN_REFUSED"
+    assert json.loads(run(capsys, "fail", "--json")[2])["error"]["code"] == "RUN_REFUSED"
 
 
 def test_ctrl_c_at_a_question_is_130_and_no_traceback(capsys, failing):
@@ -168,3 +168,9 @@ def test_commands_for_a_controller_stand_apart(capsys):
 
 def test_shell_completion_can_be_installed(capsys):
     assert "--install-completion" in run(capsys, "--help")[1]
+
+
+def test_ctrl_c_in_a_command_is_130_and_one_line(capsys, failing):
+    failing(KeyboardInterrupt())
+    assert run(capsys, "fail") == (130, "", "\npenstock: stopped by Ctrl-C\n")
+    assert json.loads(run(capsys, "fail", "--json")[2])["error"]["code"] == "interrupted"

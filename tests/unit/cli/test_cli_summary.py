@@ -8,6 +8,7 @@ from typing import Any
 from penstock.cli.summary import (
     ResumeCommand,
     TrainingResult,
+    as_lines,
     as_object,
     as_text,
     learned_nothing,
@@ -132,3 +133,8 @@ def test_the_next_command_evaluates_the_checkpoint_and_repeats_no_setting():
 def test_the_summary_says_what_the_two_rewards_are():
     assert "mean of the first 32 graded rollouts → of the last 64" in as_text(training_result())
     assert "mean of the first 20 graded rollouts → of the last 20" in as_text(training_result(graded=20))
+
+
+def test_each_number_of_a_nested_table_is_a_plain_line():
+    lines = as_lines(training_result(shortfalls={"wrong": {"count": 3, "reason": "reward 0, below 1"}})).splitlines()
+    assert {"shortfalls.wrong.count\t3\t\t", "shortfalls.wrong.reason\treward 0, below 1\t\t"} <= set(lines)

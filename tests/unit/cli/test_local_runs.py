@@ -67,3 +67,13 @@ def test_an_unknown_run_is_refused_in_one_line(home, capsys):
         out, err = told(capsys, "train", command, "none", code=2)
         assert (out, err.count("\n")) == ("", 1)
         assert "no run 'none' in runs/ here, and no controller runs" in err
+
+
+def test_the_pace_in_old_logs_is_that_of_the_run(home, capsys):
+    step = {"reward": 0.5, "groups": 2, "groups_equal": 0, "groups_stale": 0, "exact_token_rate": 1.0, "rollouts": 8, "ends": {}}
+    step |= {"tokens_per_s": 100.0, "groups_set_aside": 0, "steps": 4, "replies": {}}
+    start = {"time": 0.0, "kind": "run.start", "name": "mine", "folder": "runs/mine", "model": "tiny", "steps": 4, "first_step": 1}
+    begun = {"time": 0.0, "kind": "step.start", "step": 1, "version": 0}
+    events = [start | {"resumed": False}, begun, *({"time": 10.0 * n, "kind": "train.step", "step": n, **step} for n in (1, 2))]
+    made().events.write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert "6/min steps, about 0:20 left" in told(capsys, "train", "logs", "mine")[0]

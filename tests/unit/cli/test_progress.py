@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from penstock.cli.app import run
+from penstock.cli.dry_run import Notices
 from penstock.cli.eval_view import EvalView
 from penstock.cli.live import LiveView, RunState, event_line
 from penstock.cli.progress import RunningRollouts, pace_text
@@ -121,7 +122,7 @@ def test_plain_prints_lines_at_a_terminal_too(monkeypatch) -> None:
 
 def test_plain_and_json_of_a_training_run_exclude_each_other(capsys) -> None:
     assert run(["train", "--plain", "--json"]) == 2
-    assert "--json and --plain go without each other" in capsys.readouterr().out
+    assert "--json and --plain go without each other" in capsys.readouterr().err
 
 
 def test_penstock_alone_says_what_to_do_first_with_commands_that_exist(capsys) -> None:
@@ -150,3 +151,11 @@ def test_shells_complete_commands(shell: str, variables: dict[str, str]) -> None
     assert "train" in done.stdout and "eval" not in done.stdout
     shown = asked("source")
     assert (shown.returncode, "_PENSTOCK_COMPLETE" in shown.stdout) == (0, True)
+
+
+def test_a_dry_run_tells_each_stage_once_and_what_people_must_see(capsys):
+    notices = Notices()
+    for _ in range(3):
+        notices("stage", {"text": "downloading a model", "done": 0})
+    notices("notice", {"text": "2 of 4 rows have no label"})
+    assert capsys.readouterr().err == "penstock: downloading a model\npenstock: 2 of 4 rows have no label\n"

@@ -72,3 +72,8 @@ def test_the_replies_of_a_step_are_the_best_the_worst_and_the_commonest():
 def test_replies_without_text_or_of_equal_reward_have_no_best():
     assert reply_examples([attempt(0, 1.0, None)]) == {"replies": {}}
     assert set(reply_examples([attempt(0, 1.0, "a"), attempt(1, 1.0, "b")])["replies"]) == {"commonest"}
+
+
+def test_zeros_after_a_success_are_not_told_as_if_there_had_never_been_one():
+    why = why_idle([entry(1, 0.0, 1.0), entry(1, 0.0, 0.0)])
+    assert why.startswith("no update in the last step: all rewards equal, every one is 0: no success to learn from any more")

@@ -37,9 +37,8 @@ def doctor(
         "fixed": fixed,
     }
     if left:
-        message = f"{folder} is no workspace yet: there is no {', '.join(left)}."
-        hints = ["Make what is missing: osmosis doctor --fix"]
-        return Operation(operation="doctor", status="failed", message=message, resource=resource, hints=hints, exit_code=1)
+        message = f"{folder} is no workspace yet: there is no {', '.join(left)}. Make what is missing: osmosis doctor --fix"
+        raise CliError(message, "WORKSPACE_REQUIRED", **resource)
     made = f"; made {', '.join(fixed)}" if fixed else ""
     hints = ["Begin a rollout: osmosis rollout init NAME, or osmosis template apply NAME"]
     return Operation(operation="doctor", message=f"{folder} is a workspace{made}.", resource=resource, hints=hints)
