@@ -70,7 +70,7 @@ def outcome(script, run, *, config=None, max_tokens=500):
     return done
 
 
-def outcome_of(agent, script, *, max_tokens=500):
+def outcome_of(agent, script, *, max_tokens=500, task=TASK):
     """The same for an agent from a file, with the grader of its own."""
     policy = script if isinstance(script, ScriptedEngine) else engine(*script)
 
@@ -82,8 +82,8 @@ def outcome_of(agent, script, *, max_tokens=500):
             opened = open_runner(agent, gateway=bench.gateway, pool=bench.pool, events=Events(), limits=section)
             runner = await stack.enter_async_context(opened)
             rollout = make_rollout("train-0", TASK.id, 0)
-            await bench.pool.open_group(TASK, [rollout], seq=0)
-            await runner.run(rollout, TASK, Sampling(max_tokens=max_tokens))
+            await bench.pool.open_group(task, [rollout], seq=0)
+            await runner.run(rollout, task, Sampling(max_tokens=max_tokens))
             return Outcome(await bench.pool.attempt(rollout.id), policy)
 
     return asyncio.run(main())

@@ -6,11 +6,12 @@ import re
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from cli_cases import called
-from framework_cases import call, outcome_of
+from framework_cases import TASK, call, outcome_of
 
 from penstock.cli.app import run
 from penstock.records import End
@@ -27,6 +28,7 @@ class Any(Grader):
     async def grade(self, ctx):
         return 1.0
 """
+PLAIN = replace(TASK, prompt=TASK.prompt[1:])
 FORCED = '{"value": 42}}\n</tool_call>'
 LOOP = [call("multiply", a=6, b=7), "It is 42."]
 PLAN = ["Multiply.", "It is 42."]
@@ -57,15 +59,16 @@ def python_blocks(page):
     return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
 
 
+@pytest.mark.parametrize("task", [TASK, PLAIN], ids=["system prompt", "plain prompt"])
 @pytest.mark.parametrize(
     ("page", "place", "script", "transcripts"),
     [(page, place, *expected) for page, scripts in SCRIPTS.items() for place, expected in enumerate(scripts)],
 )
-def test_every_agent_on_the_page_runs_and_gets_its_reward(tmp_path, page, place, script, transcripts):
+def test_every_agent_on_the_page_runs_and_gets_its_reward(tmp_path, page, place, script, transcripts, task):
     code = python_blocks(page)[place]
     file = tmp_path / f"{page.removesuffix('.md').replace('-', '_')}_{place}.py"
     file.write_text(code if "Grader" in code else code + GRADER)
-    done = outcome_of(load_agent(file, {}, {}), script)
+    done = outcome_of(load_agent(file, {}, {}), script, task=task)
     assert (done.end, done.message, done.breaks, done.transcripts) == (End.COMPLETED, "", [], transcripts)
     assert done.attempt.reward == 1.0
 
