@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import openai
 from conversation import DIALECT
 
+os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 TRACER, _, API = DIALECT.partition("-")
 received = []
 
