@@ -328,7 +328,7 @@ def test_a_run_killed_around_a_group_that_crashes_the_trainer_sets_it_aside_once
 def test_a_run_none_of_whose_groups_has_enough_completed_rollouts_says_so_and_ends(home: Home) -> None:
     answer = home.train("flaky-for-ever")
     assert answer.code == 1
-    assert re.search(r"4\d groups were dropped since the last step.*raise rollout.top_up", answer.out)
+    assert re.search(r"4\d groups were dropped since the last step.*raise rollout.top_up", answer.err)
 
 
 @pytest.mark.slow

@@ -60,11 +60,11 @@ def test_wrong_token_is_told_before_any_rollout(project, monkeypatch):
     with served(project):
         done = trained(project)
     assert done.returncode == 2
-    assert "the rollout server's token is not valid" in done.stdout
-    assert "executor.token_env" in done.stdout
+    assert "the rollout server's token is not valid" in done.stderr
+    assert "executor.token_env" in done.stderr
 
 
 def test_server_that_does_not_answer_is_named(project):
     done = trained(project)
     assert done.returncode == 2
-    assert "executor.urls: no rollout server can be used: http://127.0.0.1:9/health" in done.stdout
+    assert "executor.urls: no rollout server can be used: http://127.0.0.1:9/health" in done.stderr
