@@ -13,7 +13,7 @@ from datetime import datetime
 from itertools import groupby, product
 from typing import Literal, NamedTuple
 
-from penstock.chat.templates import ChatTemplate, Tool, flatten, has_reasoning, json_value
+from penstock.chat.templates import PROBE, ChatTemplate, Tool, flatten, has_reasoning, json_value
 from penstock.chat.tokenizer import Tokenizer
 from penstock.errors import RenderError
 from penstock.records import Message
@@ -387,7 +387,7 @@ THOUGHT = "Seven sixes, one by one."
 EARLIER = "First I must ask."
 """Reasoning of an earlier reply."""
 
-PROBE_USER = _user("What is 6 times 7?")
+PROBE_USER = _user(PROBE)
 
 PROBE_TEXT = _assistant("It is 42.")
 

@@ -33,9 +33,8 @@ class ChatTemplate:
             self._template = environment.from_string(source, globals=own)
         self._named = dict(named)
         self.source = source
-        self._takes_lists = False
-        """Whether it shows nothing of a content that is text: templates of some models of pictures read lists of parts alone."""
         self._takes_lists = self._shows_lists_only()
+        """Whether it shows nothing of a content that is text: templates of some models of pictures read lists of parts alone."""
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, generate: bool, now: datetime | None = None
