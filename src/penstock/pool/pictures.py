@@ -10,7 +10,7 @@ from penstock.system.files import write_file
 FOLDER = "pictures"
 DIGEST = re.compile(r"[0-9a-f]{64}")
 MAX_BYTES = 4 << 30
-"""Of all pictures of a run."""
+"""The limit for all pictures of a run."""
 
 
 class PictureStore:
@@ -50,4 +50,6 @@ class PictureStore:
         return self._folder / digest
 
     def size_bytes(self) -> int:
-        return sum(file.stat().st_size for file in self._folder.iterdir()) if self._folder.exists() else 0
+        """Of the pictures alone: what another process is still writing has another name, and may be gone in a moment."""
+        files = self._folder.iterdir() if self._folder.exists() else ()
+        return sum(file.stat().st_size for file in files if DIGEST.fullmatch(file.name))

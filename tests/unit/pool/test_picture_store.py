@@ -28,3 +28,10 @@ def test_what_is_damaged_missing_or_no_digest_is_refused(tmp_path: Path):
     for digest, told in ((DIGEST, "damaged"), ("0" * 64, "is not in"), ("../secret", "no digest")):
         with pytest.raises(PoolError, match=told):
             store.read(digest)
+
+
+def test_a_file_that_another_process_is_writing_may_vanish(tmp_path: Path):
+    store = PictureStore(tmp_path)
+    store.put(RED)
+    (tmp_path / "pictures" / ".half-written").symlink_to("gone")  # it was there when the folder was listed, and no more
+    assert store.put(b"blue") and store.size_bytes() == 7
