@@ -25,6 +25,8 @@ SESSION_HEADERS = (
     b"conversation_id",
 )
 """Headers of clients that hold a session's id: verifiers, Claude Code, Codex, opencode, and what others use."""
+SESSION_FIELDS = ("metadata.session_id", "metadata.user_id of Claude Code", "session_id", "prompt_cache_key")
+"""Where a body holds one, for the error."""
 SAFE_ID = re.compile(r"[A-Za-z0-9._:-]{1,150}")
 CLAUDE_CODE_USER = re.compile(r"_session_([0-9a-f-]{36})$")
 """The end of `metadata.user_id` of older versions of Claude Code."""
@@ -34,10 +36,9 @@ def session_rollout(headers: Headers, body: bytes) -> str:
     """The rollout of a request: `session-` and the session's id, or a digest of an id that is not safe in a path."""
     found = next((value for name in SESSION_HEADERS if (value := header(headers, name))), "") or next(_in_body(body), "")
     if not found:
-        names = "X-Session-ID, or prompt_cache_key or metadata.session_id in its body"
-        raise RequestError(
-            f"the session key needs a session id: send {names}, or use a rollout's model token", code="unknown_caller"
-        )
+        names, fields = ", ".join(name.decode() for name in SESSION_HEADERS), ", ".join(SESSION_FIELDS)
+        text = f"the session key needs a session id, in one of the headers {names}, or a field of the body: {fields}"
+        raise RequestError(f"{text}; or use a rollout's model token", code="unknown_caller")
     safe = found if SAFE_ID.fullmatch(found) else sha256(found.encode("utf-8", "replace")).hexdigest()[:32]
     return f"session-{safe}"
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 
 import pytest
 from gateway_cases import USER, renderer
@@ -53,10 +54,21 @@ def test_the_reward_comes_later_and_the_key_cannot_give_it():
     run(steps)
 
 
-def test_a_call_without_a_session_is_told_what_to_send():
+def test_a_call_without_a_session_is_told_every_place_that_is_looked_at():
     async def steps(bench):
-        answer = await chat(bench)
-        assert answer.status_code == 400 and "X-Session-ID" in answer.text
+        told = (await chat(bench)).json()["error"]["message"]
+        headers = re.search(r"the headers (.*?), or a field", told)[1].split(", ")
+        fields = re.search(r"a field of the body: (.*?);", told)[1].split(", ")
+        assert {"x-session-id", "x-claude-code-session-id", "session-id", "conversation-id"} <= set(headers)
+        for name in headers:
+            assert (await chat(bench, headers={name: "a"})).status_code == 200
+        assert fields == ["metadata.session_id", "metadata.user_id of Claude Code", "session_id", "prompt_cache_key"]
+
+    run(steps)
+
+
+def test_tokens_are_counted_for_a_session():
+    async def steps(bench):
         counted = await bench.http(bench.gateway.tokens.session_key).post(
             "/v1/messages/count_tokens", json={"messages": [USER]}, headers={"x-claude-code-session-id": UUID}
         )
@@ -81,6 +93,7 @@ def test_without_sessions_the_key_opens_nothing():
         ([], {"metadata": {"user_id": f"user_1_account__session_{UUID}"}}, f"session-{UUID}"),
         ([], {"metadata": {"user_id": json.dumps({"device_id": "d", "session_id": UUID})}}, f"session-{UUID}"),
         ([], {"metadata": {"session_id": "s"}}, "session-s"),
+        ([], {"session_id": "s"}, "session-s"),
         ([], {"prompt_cache_key": UUID}, f"session-{UUID}"),
         ([(b"x-session-id", b"../../etc")], {}, "session-7e7d4f"),
     ],
