@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -39,6 +40,8 @@ class Seen:
     """What it asked for and did not get, by name."""
     counts: Mapping[str, int]
     """The gateway's."""
+    apis: set[str]
+    """The APIs that it called: `chat`, `responses`, `messages`."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,8 @@ class Trial:
             session = await bench.rollout(sampling=Sampling(max_tokens=4096))
             output = await self._ended(Place(session.base_url.removesuffix("/v1"), session.token), proxy.variables)
             ignored = {name.removeprefix("ignored:") for name in bench.gateway.counts if name.startswith("ignored:")}
-            return Seen(output, await bench.attempt(session), proxy.asked, ignored, dict(bench.gateway.counts))
+            apis = set(re.findall(r'dialect="(\w+)"', str(bench.gateway.samples()["penstock_calls_total"])))
+            return Seen(output, await bench.attempt(session), proxy.asked, ignored, dict(bench.gateway.counts), apis)
 
     async def _ended(self, place: "Place", proxies: Mapping[str, str]) -> str:
         home = self.folder.parent / "home"
@@ -153,6 +157,11 @@ def program(source: Path, folder: Path, *arguments: str, environment: str) -> li
         (folder / each.name).write_bytes(each.read_bytes())
     (folder / "node_modules").symlink_to(npm_prefix() / "node_modules")
     return ["node", str(folder / source.name), *arguments]
+
+
+def api_of(name: str) -> str:
+    """The API that the name of a trial's way says."""
+    return next((api for api in ("responses", "messages") if api in name.lower()), "chat")
 
 
 def standard() -> dict[str, str]:

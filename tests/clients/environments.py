@@ -25,7 +25,7 @@ PYTHON = {
     "mini-swe-agent": ("mini-swe-agent", "mcp"),
     "pydantic-ai": ("pydantic-ai-slim[openai,anthropic]",),
     "instructor": ("instructor[anthropic]",),
-    "dspy": ("dspy",),
+    "dspy": ("dspy", "mcp"),  # for Responses, as litellm
     "smolagents": ("smolagents[openai]",),
     "crewai": ("crewai[anthropic]",),
     "adk": ("google-adk", "litellm", "mcp", "anthropic"),

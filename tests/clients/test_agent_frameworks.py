@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import pytest
 from client_record import assert_trainable, breaks, paths
-from client_trial import PROGRAMS, Trial, program
+from client_trial import PROGRAMS, Trial, api_of, program
 from scripts import Script, adder, finisher, speaker
 
 
@@ -25,6 +25,15 @@ FRAMEWORKS = [
     *(Framework("npm", "ai_sdk.mjs", api) for api in ("chat", "responses", "compatible", "messages")),
     Framework("autogen", "autogen_agent.py", "chat", breaks=("tools_changed",)),
     Framework("autogen", "autogen_agent.py", "messages"),  # its client for Anthropic sends the tools with every call
+    Framework(  # its agent for Responses sends the history beside `previous_response_id`, which holds it already
+        "autogen",
+        "autogen_responses.py",
+        "responses",
+        says="The sums are 30 and 15.",
+        script=speaker,
+        breaks=("history_edited",),
+        modes=("whole",),
+    ),
     Framework("adk", "adk_agent.py", "chat", says='The sum is {"result": 5}'),
     Framework("adk", "adk_agent.py", "messages"),
     *(Framework("inspect", "inspect_agent.py", api) for api in ("chat", "responses", "messages")),
@@ -63,7 +72,7 @@ def test_an_agent_calls_its_tool_and_the_record_is_exact(each: Framework, mode: 
     command = program(PROGRAMS / each.program, tmp_path / "work", mode, each.api, environment=each.environment)
     name = f"{each.program.partition('.')[0]} {each.api}"
     seen = Trial(each.environment, command, each.script, tmp_path / "work", name=name, mode=mode).run()
-    assert each.says in seen.output and seen.left == []
+    assert each.says in seen.output and seen.left == [] and seen.apis == {api_of(each.api)}
     assert_trainable(seen.attempt)
     assert set(breaks(seen.attempt)) == set(each.breaks)
     assert len(paths(seen.attempt)) == 1 or each.breaks

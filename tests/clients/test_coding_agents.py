@@ -74,14 +74,19 @@ AIDER = Agent("aider", "aider", str, {"json": ".aider.model.metadata.json", "yam
 """Has no tools: it reads files out of the reply's text."""
 
 
+OWN_APIS = {"Codex CLI": "responses", "Claude Code": "messages"}
+"""By heading; the others speak Chat Completions."""
 OTHER_APIS = {
     ("opencode", "Responses"): {"@ai-sdk/openai-compatible": "@ai-sdk/openai"},
     ("opencode", "Messages"): {"@ai-sdk/openai-compatible": "@ai-sdk/anthropic"},
     ("pi", "Responses"): {"openai-completions": "openai-responses"},
     ("pi", "Messages"): {"openai-completions": "anthropic-messages", "{root}/v1": "{root}"},
     ("continue", "Messages"): {"provider: openai": "provider: anthropic", "{root}/v1": "{root}/v1/"},
+    ("qwen", "Responses"): {"--auth-type openai": "--auth-type openai-responses"},
     ("qwen", "Messages"): {"--auth-type openai": "--auth-type anthropic", "OPENAI_MODEL": "ANTHROPIC_MODEL"},
+    ("mini", "Responses"): {"mini -m": "mini --model-class litellm_response -m"},
     ("mini", "Messages"): {"openai/any": "anthropic/any"},
+    ("openhands", "Responses"): {"LLM(": 'LLM(api_mode="responses", '},
     ("openhands", "Messages"): {"openai/any": "anthropic/any", "OPENAI_BASE_URL": "ANTHROPIC_BASE_URL"},
 }
 """What is changed in a part of the page for another API than its own."""
@@ -108,7 +113,8 @@ def work(
     name = f"{agent.heading}, {what}" if what else agent.heading
     folder = tmp_path / "work"
     seen = Trial(agent.environment, shell, script, folder, home=home, template=template, name=name, mode="as it comes").run()
-    assert seen.left == []
+    expected = OWN_APIS.get(agent.heading, "chat") if what not in ("Responses", "Messages") else what.lower()
+    assert seen.left == [] and seen.apis == {expected}
     return seen
 
 
@@ -246,14 +252,14 @@ def test_a_deferred_tool_of_claude_code_is_found_shown_and_called_on_the_same_pa
     assert_trainable(seen.attempt)
 
 
-@pytest.mark.parametrize("api", ["Chat Completions", "Messages"])
+@pytest.mark.parametrize("api", ["Chat Completions", "Responses", "Messages"])
 def test_aider_edits_a_file_and_writes_its_prompt_anew_for_each_call(api: str, tmp_path: Path) -> None:
     def script(prompt: str) -> str:
         return f"made.txt\n```\nhello{' world' * ('none' in last_turn(prompt))}\n```\n"
 
     fails = " --auto-test --test-cmd 'grep world made.txt || { echo none; exit 1; }'"
-    changes = {"openai/any": "anthropic/any"} if api == "Messages" else {}
-    seen = work(AIDER, script, tmp_path, what=api, more=fails, changes=changes)
+    name = {"Responses": "openai/responses/any", "Messages": "anthropic/any"}.get(api, "openai/any")
+    seen = work(AIDER, script, tmp_path, what=api, more=fails, changes={"openai/any": name})
     assert (tmp_path / "work" / "made.txt").read_text() == "hello world\n"
     assert [len(path) for path in paths(seen.attempt)] == [1, 1] and breaks(seen.attempt) == ["history_edited"]
     assert_trainable(seen.attempt)

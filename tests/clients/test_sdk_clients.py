@@ -27,6 +27,7 @@ CLIENTS = [
     Client("vendor", "agents_sdk.py", "responses"),
     Client("strands", "strands_agent.py", "chat"),
     Client("litellm", "litellm_chat.py", "chat"),
+    Client("litellm", "litellm_chat.py", "responses"),
     Client("litellm", "litellm_chat.py", "messages"),
     Client("langchain", "langchain_agent.py", "chat"),
     Client("langchain", "langchain_agent.py", "responses"),
@@ -51,7 +52,9 @@ def converse(client: Client, mode: str, tmp_path: Path, script=adder, template: 
     command = program(PROGRAMS / client.program, tmp_path / "work", mode, client.dialect, environment=client.environment)
     name = "" if client.environment == PROJECT else f"{client.program.partition('.')[0]} {client.dialect}"
     name += ", reasoning" if name and template == THINKS else ""
-    return Trial(client.environment, command, script, tmp_path / "work", template=template, name=name, mode=mode).run()
+    seen = Trial(client.environment, command, script, tmp_path / "work", template=template, name=name, mode=mode).run()
+    assert seen.apis == {client.dialect}
+    return seen
 
 
 def told(seen: Seen) -> dict:

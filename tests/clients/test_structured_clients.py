@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 from client_record import assert_trainable
-from client_trial import PROGRAMS, Trial, program
+from client_trial import PROGRAMS, Trial, api_of, program
 from scripts import person
 
 
@@ -21,7 +21,7 @@ class Way(NamedTuple):
 
 
 WAYS = [
-    *(Way("vendor", "structured_vendor.py", way) for way in ("chat", "responses", "messages", "agents")),
+    *(Way("vendor", "structured_vendor.py", way) for way in ("chat", "responses", "messages", "agents-chat", "agents-responses")),
     *(
         Way("langchain", "structured_langchain.py", f"{api}-{method}")
         for api, methods in {
@@ -39,7 +39,11 @@ WAYS = [
     *(Way("instructor", "structured_instructor.py", f"chat-{mode}") for mode in ("TOOLS", "JSON", "JSON_SCHEMA", "MD_JSON")),
     *(Way("instructor", "structured_instructor.py", f"messages-{mode}") for mode in ("TOOLS", "JSON")),
     Way("instructor", "structured_instructor.py", "responses-RESPONSES_TOOLS"),
-    *(Way("dspy", "structured_dspy.py", adapter) for adapter in ("json", "chat")),
+    *(
+        Way("dspy", "structured_dspy.py", f"{api}-{adapter}")
+        for api in ("chat", "responses", "messages")
+        for adapter in ("json", "chat", "native")
+    ),
     *(Way("adk", "structured_adk.py", way) for way in ("chat", "chat-tools", "messages")),
     *(Way("inspect", "structured_inspect.py", api) for api in ("chat", "responses", "messages")),
     *(Way("agent-framework", "structured_agent_framework.py", api) for api in ("chat", "responses", "messages")),
@@ -60,5 +64,5 @@ def test_a_client_reads_the_object_that_was_recorded(way: Way, mode: str, tmp_pa
     seen = Trial(way.environment, command, person, tmp_path / "work", name=f"{way.environment} {way.way}", mode=mode).run()
     [told] = [line for line in seen.output.splitlines() if line.startswith("{")]  # crewAI draws a box after it
     assert json.loads(told) == {"name": "Ada", "age": 36}
-    assert len(seen.attempt.steps) == 1 and seen.left == []
+    assert len(seen.attempt.steps) == 1 and seen.left == [] and seen.apis == {api_of(way.way)}
     assert_trainable(seen.attempt)

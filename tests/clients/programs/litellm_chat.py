@@ -5,7 +5,10 @@ import json
 import litellm
 from conversation import DIALECT, INSTRUCTIONS, MODEL, PARAMETERS, QUESTIONS, STREAMS, answer, tell
 
-NAME = f"anthropic/{MODEL}" if DIALECT == "messages" else f"openai/{MODEL}"
+NAMES = {"chat": f"openai/{MODEL}", "responses": "openai/responses/gpt-4o", "messages": f"anthropic/{MODEL}"}
+NAME = NAMES[
+    DIALECT
+]  # of a model that it does not know, litellm makes up the stream of Responses, and doubles the arguments of calls
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "Add two numbers.", "parameters": PARAMETERS}}]
 
 

@@ -37,8 +37,10 @@ def messages():
 
 
 def agents():
-    from agents import Agent, Runner
+    from agents import Agent, Runner, set_default_openai_api
 
+    if WAY == "agents-chat":
+        set_default_openai_api("chat_completions")
     agent = Agent(name="teller", model=MODEL, output_type=Person)
     if not STREAMS:
         return Runner.run_sync(agent, QUESTION).final_output
@@ -52,4 +54,4 @@ def agents():
     return asyncio.run(streamed())
 
 
-tell({"chat": chat, "responses": responses, "messages": messages, "agents": agents}[WAY]())
+tell({"chat": chat, "responses": responses, "messages": messages, "agents-chat": agents, "agents-responses": agents}[WAY]())
