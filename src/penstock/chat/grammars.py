@@ -109,12 +109,17 @@ def grammar_problem(lark: str) -> str:
         return ""
 
 
+def schema_problem(schema: dict[str, Any]) -> str:
+    """As `grammar_problem`, of JSON of this schema alone."""
+    return grammar_problem(f"start: {_json(_checked(schema))}")
+
+
 @lru_cache(256)
 def _problem(lark: str) -> str:
     from llguidance import LLMatcher  # of the `local` extra
 
     validate = cast("Callable[[str], str]", LLMatcher.validate_grammar)
-    text = validate(lark).split("\n   1 |")[0]
+    text = re.split(r"\n *\d+ \|", validate(lark))[0]  # an excerpt of the grammar follows
     return " ".join(re.sub(r"^at \d+\(\d+\): ", "", text).removeprefix("failed to compile JSON schema: ").split())
 
 

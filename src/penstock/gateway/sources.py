@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import orjson
 
-from penstock.chat.grammars import grammar_problem
+from penstock.chat.grammars import grammar_problem, schema_problem
 from penstock.chat.media import as_text, media_of
 from penstock.chat.parsers.base import Reasoning, ReplyParser, Text
 from penstock.chat.renderer import Renderer
@@ -165,14 +165,16 @@ class TokenSource:
             every = writer.forced_call(call.forced, tools, frozenset(tool["function"]["name"] for tool in tools))
             if not grammar_problem(every.lark):
                 return CallGrammar(every)
-            return CallGrammar(_compilable(writer.forced_call(call.forced, tools, call.strict), "tools"), ("tools.parameters",))
+            return CallGrammar(
+                _compilable(writer.forced_call(call.forced, tools, call.strict), call, "tools"), ("tools.parameters",)
+            )
         if call.format is not None:
             grammar = self._renderer.reply_grammar(call.format, tools, call.strict, prompt=prompt.ids)
-            return CallGrammar(_compilable(grammar, call.format_field), () if writer.constrains_calls else unmet)
+            return CallGrammar(_compilable(grammar, call, call.format_field), () if writer.constrains_calls else unmet)
         if not (call.strict or call.allowed) or not tools:
             return CallGrammar()
         grammar = self._renderer.text_grammar(tools, call.strict, prompt=prompt.ids) if writer.constrains_calls else None
-        return CallGrammar(None, unmet) if grammar is None else CallGrammar(_compilable(grammar, "tools"))
+        return CallGrammar(None, unmet) if grammar is None else CallGrammar(_compilable(grammar, call, "tools"))
 
     def samplings(self, call: ModelCall, max_tokens: int, prompt: Prompt) -> list[Sampling]:
         """See `ReplySource.samplings`; also limited by the model's context."""
@@ -245,10 +247,14 @@ def _callable_tools(call: ModelCall) -> tuple[Tool, ...]:
     return tuple(tool for tool in tools if not call.allowed or tool["function"]["name"] in call.allowed)
 
 
-def _compilable(grammar: ReplyGrammar, field: str) -> ReplyGrammar:
-    if problem := grammar_problem(grammar.lark):
-        raise RequestError(f"{field}: the schema cannot be enforced: {problem}", code="invalid_schema", param=field)
-    return grammar
+def _compilable(grammar: ReplyGrammar, call: ModelCall, field: str) -> ReplyGrammar:
+    if not (problem := grammar_problem(grammar.lark)):
+        return grammar
+    strict = (tool["function"] for tool in _callable_tools(call) if tool["function"]["name"] in call.strict)
+    found = ((each["name"], schema_problem(each.get("parameters") or {})) for each in strict)
+    name, why = next(((name, why) for name, why in found if why), ("", problem))
+    place, which = ("tools", f" of {name!r}") if name else (field, "")
+    raise RequestError(f"{place}: the schema{which} cannot be enforced: {why}", code="invalid_schema", param=place)
 
 
 def seeds(call: ModelCall) -> list[int | None]:

@@ -191,3 +191,29 @@ def test_a_forced_call_of_a_schema_that_cannot_be_enforced_is_counted():
         assert bench.gateway.counts["ignored:tools.parameters"] == 1
 
     run(steps)
+
+
+def test_a_schema_that_cannot_be_enforced_is_refused_with_the_reason():
+    unique = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    form = {"type": "json_schema", "name": "x", "schema": unique}
+    strict = {"name": "f", "strict": True}
+    good = {"type": "function", "function": {"name": "g", "strict": True, "parameters": SCHEMA}}
+    chat, said = "/v1/chat/completions", {"messages": [USER], "max_tokens": 20}
+    tools = [good, {"type": "function", "function": strict | {"parameters": unique}}]
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    why = 'cannot be enforced: Unimplemented keys: ["uniqueItems"]'
+    asked = [
+        (chat, said | {"response_format": {"type": "json_schema", "json_schema": form}}, f"response_format: the schema {why}"),
+        ("/v1/responses", {"input": "Hi", "text": {"format": form}}, f"text.format: the schema {why}"),
+        ("/v1/messages", said | {"output_config": {"format": form}}, f"output_config.format: the schema {why}"),
+        (chat, said | {"tools": tools}, f"tools: the schema of 'f' {why}"),
+        (chat, said | {"tools": tools, "response_format": wanted}, f"tools: the schema of 'f' {why}"),
+        ("/v1/messages", said | {"tools": [strict | {"input_schema": unique}]}, f"tools: the schema of 'f' {why}"),
+    ]
+
+    async def steps(http, bench, session):
+        for path, body, message in asked:
+            response = await http.post(path, json={"model": "tiny", **body})
+            assert response.status_code == 400 and response.json()["error"]["message"] == message, response.text
+
+    run(steps)
