@@ -22,6 +22,7 @@ from penstock.engines.base import Engine, SampledChunk, TokenPath, sees_pictures
 from penstock.engines.checkpoint_files import refuse_damaged_weights
 from penstock.engines.text_endpoints.base import (
     ArgumentsPart,
+    ReasoningPart,
     ReplyPart,
     TextChunk,
     TextEndpoint,
@@ -287,9 +288,11 @@ class TextEndpointSource:
         raise no_tokens_error(self.engine.model, "its prompts cannot be counted here")
 
     def unmet(self, call: ModelCall) -> Sequence[str]:
-        """Most is passed on; the endpoint's log-probabilities are not given back."""
+        """What the endpoint's API has no name for is left out; its log-probabilities are not given back."""
         neutral = Sampling()
         lost = [name for name in self.engine.unknown_sampling if getattr(call.sampling, name) != getattr(neutral, name)]
+        asked = {*call.ignored, *(name for name in HONOURED_BY_TOKENS if call.extra.get(name))}
+        lost += sorted(name for name in asked if not self.engine.gets(name, call.dialect, call.extra))
         return [*lost, *(["logprobs"] if call.logprobs else [])]
 
     def grammar(self, call: ModelCall, prompt: Prompt) -> CallGrammar:
@@ -303,7 +306,7 @@ class TextEndpointSource:
         return [replace(asked, max_tokens=min(asked.max_tokens, max_tokens), seed=seed) for seed in seeds(call)]
 
     def reply(self, call: ModelCall, prompt: Prompt, sampling: Sampling, *, seed: str) -> "TextEndpointReply":
-        return TextEndpointReply(seed=seed, prefill=call.prefill)
+        return TextEndpointReply(seed=seed, prefill=call.prefill, signed=call.dialect == "messages")
 
     def generate(self, call: ModelCall, prompt: Prompt, sampling: Sampling, *, rollout_id: str) -> AsyncGenerator[TextChunk, None]:
         begun: list[Message] = [{"role": "assistant", "content": call.prefill}] if call.prefill else []
@@ -332,8 +335,18 @@ class TextEndpointSource:
         return {"relayed": True}
 
 
+HONOURED_BY_TOKENS = ("logit_bias", "chat_template_kwargs")
+"""Fields that an engine with tokens honours, and that only some endpoints know."""
+
+
 class TextEndpointReply(ReplyBuilder):
-    """A reply of an endpoint. A tool call without an id gets one of ours."""
+    """A reply of an endpoint. A tool call without an id gets one of ours. With `signed`, its reasoning keeps its signatures."""
+
+    def __init__(self, *, seed: str, prefill: str, signed: bool) -> None:
+        super().__init__(seed=seed, prefill=prefill)
+        self._signed = signed
+        self._thinking: list[Reasoning] = []
+        """Blocks of reasoning; all but the last are signed."""
 
     def add(self, chunk: TextChunk) -> list[Delta]:
         deltas = [delta for part in chunk.parts for delta in self._add_part(part)]
@@ -354,7 +367,23 @@ class TextEndpointReply(ReplyBuilder):
             return [self.add_arguments(part.text)] if self.calls else []
         if isinstance(part, ToolCallPart):
             return [*self._complete_arguments(), self.add_call(part.name, "", call_id=part.id)]
-        return [self.add_text(Text(part.text) if isinstance(part, TextPart) else Reasoning(part.text))]
+        if isinstance(part, TextPart):
+            return [self.add_text(Text(part.text))]
+        return self._add_reasoning(part)
+
+    def _add_reasoning(self, part: ReasoningPart) -> list[Delta]:
+        if part.signature and not self._signed:
+            return []
+        if not self._thinking or self._thinking[-1].signature:
+            self._thinking.append(Reasoning(""))
+        last = self._thinking[-1]
+        self._thinking[-1] = Reasoning(last.text + part.text, part.signature)
+        return [self.add_text(Reasoning(part.text, part.signature))]
+
+    def message(self) -> Message:
+        """See `ReplyBuilder`; with the blocks of signed reasoning as Anthropic's API has them, which demands them back."""
+        blocks = [{"type": "thinking", "thinking": each.text, "signature": each.signature} for each in self._thinking]
+        return super().message() | ({"thinking_blocks": blocks} if any(each.signature for each in self._thinking) else {})
 
     def _complete_arguments(self) -> list[Delta]:
         """Gives a call without arguments an empty object: clients parse them as JSON."""

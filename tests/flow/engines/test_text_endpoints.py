@@ -8,7 +8,7 @@ import pytest
 from anthropic import AsyncAnthropic
 from gateway_cases import TOOL, USER, renderer
 from openai import AsyncOpenAI
-from text_endpoint_cases import KEY, Both, Endpoint, gateway_before, gateway_to
+from text_endpoint_cases import KEY, Answer, Both, Endpoint, gateway_before, gateway_to, message_stream
 
 from penstock.testing import ScriptedEngine, ScriptedReply
 from penstock.train.sequences import exactness, read_graph, why_untrainable
@@ -239,5 +239,112 @@ def test_pictures_pass_through_and_are_recorded_by_their_digest(monkeypatch):
             assert far.requests[0]["messages"] == said and not bench.gateway.counts
             [node] = (await bench.pool.attempt(session.rollout_id)).nodes
             assert node.messages[0]["content"][0]["image_url"]["url"].startswith("sha256:")
+
+    asyncio.run(work())
+
+
+MARK = {"cache_control": {"type": "ephemeral"}}
+AS_SENT = {
+    "system": [{"type": "text", "text": "Be brief.", **MARK}],
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "Who won?", **MARK}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "I search.", "signature": "vendor's"},
+                {"type": "server_tool_use", "id": "srvtoolu_1", "name": "web_search", "input": {"query": "q"}},
+                {"type": "web_search_tool_result", "tool_use_id": "srvtoolu_1", "content": []},
+                {"type": "text", "text": "Nobody."},
+            ],
+        },
+        {"role": "user", "content": [{"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "D"}}]},
+    ],
+    "tools": [
+        {"type": "web_search_20250305", "name": "web_search", "max_uses": 3},
+        {"name": "look", "input_schema": {"type": "object"}, "defer_loading": True, "input_examples": [{}]},
+    ],
+    "tool_choice": {"type": "tool", "name": "web_search"},
+}
+"""What only the vendor's own servers understand, in part."""
+
+
+def test_an_anthropic_endpoint_gets_a_conversation_of_its_own_api_as_it_was_sent(monkeypatch):
+    async def work() -> None:
+        monkeypatch.setenv(KEY, "k" * 20)
+        async with Endpoint(Answer(message_stream({"type": "text", "text": "42"}))) as far, gateway_to(far, "anthropic") as bench:
+            session = await bench.rollout()
+            body = {"model": "any", "max_tokens": 9, "thinking": {"type": "adaptive"}, "wild_idea": 1, **AS_SENT}
+            answer = await bench.http(session.token).post("/v1/messages", json=body)
+            assert answer.status_code == 200 and answer.json()["content"] == [{"type": "text", "text": "42"}], answer.text
+            [sent] = far.requests
+            assert {name: sent[name] for name in AS_SENT} == AS_SENT
+            assert (sent["thinking"], sent["wild_idea"], sent["max_tokens"]) == ({"type": "adaptive"}, 1, 9)
+            assert not bench.gateway.counts
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_signature_of_an_endpoints_thinking_comes_back_to_it(stream, monkeypatch):
+    thought = {"type": "thinking", "thinking": "Six sevens.", "signature": "vendor's"}
+    use = {"type": "tool_use", "id": "toolu_1", "name": "multiply", "input": {"a": 6}}
+    tool = {"name": "multiply", "input_schema": FUNCTION["parameters"]}
+    asked = {"model": "any", "max_tokens": 2000, "tools": [tool], "thinking": {"type": "enabled", "budget_tokens": 1024}}
+
+    async def work() -> None:
+        monkeypatch.setenv(KEY, "k" * 20)
+        answers = (Answer(message_stream(thought, use, stop="tool_use")), Answer(message_stream({"type": "text", "text": "42"})))
+        async with Endpoint(*answers) as far, gateway_to(far, "anthropic") as bench:
+            session = await bench.rollout()
+            http = bench.http(session.token)
+            client = AsyncAnthropic(api_key=session.token, base_url=str(http.base_url), http_client=http)
+            said = [{"role": "user", "content": "6 times 7?"}]
+            if stream:
+                async with client.messages.stream(messages=said, **asked) as events:
+                    first = await events.get_final_message()
+            else:
+                first = await client.messages.create(messages=said, **asked)
+            result = {"type": "tool_result", "tool_use_id": first.content[-1].id, "content": "42"}
+            blocks = [block.model_dump(exclude_none=True) for block in first.content]
+            history = [*said, {"role": "assistant", "content": blocks}, {"role": "user", "content": [result]}]
+            await client.messages.create(messages=history, **asked)
+            kept = [{key: block[key] for key in thought} for block in far.requests[1]["messages"][1]["content"][:1]]
+            assert kept == [thought] and len(read_graph(await bench.pool.attempt(session.rollout_id)).paths) == 1
+
+    asyncio.run(work())
+
+
+LEFT_OUT = [
+    ("anthropic", "/v1/chat/completions", {"wild": 1, "logit_bias": {"7": 3}, "min_tokens": 3, "frequency_penalty": 1}),
+    ("anthropic", "/v1/responses", {"wild": 1, "truncation": "auto", "background": True}),
+    ("openai", "/v1/responses", {"truncation": "auto", "conversation": "c"}),
+    ("openai", "/v1/messages", {"wild": 1, "thinking": {"type": "adaptive"}}),
+]
+
+
+@pytest.mark.parametrize(("kind", "path", "fields"), LEFT_OUT)
+def test_what_the_endpoints_api_has_no_name_for_is_left_out_and_counted(kind, path, fields, monkeypatch):
+    async def work() -> None:
+        monkeypatch.setenv(KEY, "k" * 20)
+        answers = [Answer(message_stream({"type": "text", "text": "42"}))] if kind == "anthropic" else []
+        async with Endpoint(*answers) as far, gateway_to(far, kind) as bench:
+            session = await bench.rollout()
+            said = {"input": "6 times 7?"} if path == "/v1/responses" else {"messages": [USER], "max_tokens": 9}
+            effort = {"reasoning": {"effort": "low"}} if path == "/v1/responses" else {}
+            answer = await bench.http(session.token).post(path, json={"model": "any", **said, **effort, **fields})
+            assert answer.status_code == 200 and not fields.keys() & far.requests[0].keys(), answer.text
+            assert bench.gateway.counts == {f"ignored:{name}": 1 for name in fields}
+
+    asyncio.run(work())
+
+
+def test_tools_that_an_endpoints_api_has_no_form_for_are_counted(monkeypatch):
+    async def work() -> None:
+        monkeypatch.setenv(KEY, "k" * 20)
+        async with Endpoint() as far, gateway_to(far) as bench:
+            session = await bench.rollout()
+            body = {"model": "any", "input": "Who won?", "tools": [{"type": "web_search"}]}
+            assert (await bench.http(session.token).post("/v1/responses", json=body)).status_code == 200
+            assert bench.gateway.counts == {"ignored:tool:web_search": 1}
 
     asyncio.run(work())

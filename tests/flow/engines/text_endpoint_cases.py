@@ -77,6 +77,21 @@ WELL = (
 )  # fmt: skip
 
 
+def message_stream(*blocks: dict[str, Any], stop: str = "end_turn") -> bytes:
+    """The events of a message of Anthropic's API with these content blocks; each text comes in one delta."""
+    usage = {"input_tokens": 7, "output_tokens": 2}
+    events: list[dict[str, Any]] = [{"type": "message_start", "message": {"usage": usage}}]
+    for index, block in enumerate(blocks):
+        deltas = {"text": "text_delta", "thinking": "thinking_delta", "signature": "signature_delta"}
+        empty = {key: "" if key in deltas else value for key, value in block.items()}
+        events.append({"type": "content_block_start", "index": index, "content_block": empty})
+        for key in deltas.keys() & block.keys() if block["type"] != "tool_use" else ():
+            events.append({"type": "content_block_delta", "index": index, "delta": {"type": deltas[key], key: block[key]}})
+        events.append({"type": "content_block_stop", "index": index})
+    events += [{"type": "message_delta", "delta": {"stop_reason": stop}, "usage": usage}, {"type": "message_stop"}]
+    return b"".join(f"event: {each['type']}\ndata: {json.dumps(each)}\n\n".encode() for each in events)
+
+
 class Answer(NamedTuple):
     """How one request is answered."""
 
@@ -165,9 +180,9 @@ async def all_chunks(endpoint: TextEndpoint, **asked: Any) -> list[TextChunk]:
 
 
 @asynccontextmanager
-async def gateway_to(far: Endpoint) -> AsyncGenerator[GatewayFixture]:
-    """An agent's gateway in front of a server of the OpenAI kind."""
-    endpoint = open_endpoint("openai", far.url)
+async def gateway_to(far: Endpoint, kind: str = "openai") -> AsyncGenerator[GatewayFixture]:
+    """An agent's gateway in front of a server of this kind."""
+    endpoint = open_endpoint(kind, base_url(kind, far.url))
     try:
         async with workbench(endpoint, None) as bench:
             yield bench

@@ -154,6 +154,8 @@ class Text(NamedTuple):
 
 class Reasoning(NamedTuple):
     text: str
+    signature: str = ""
+    """By which an endpoint knows its own reasoning again; it comes after the text."""
 
 
 class ToolCall(NamedTuple):

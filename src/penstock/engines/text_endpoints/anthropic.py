@@ -27,6 +27,7 @@ class AnthropicSection(TextEndpointSection):
 
 class AnthropicEndpoint(HttpTextEndpoint):
     path = "/messages"
+    speaks = "messages"
     unknown_sampling = ("min_p", "seed")
 
     @classmethod
@@ -54,7 +55,7 @@ class AnthropicEndpoint(HttpTextEndpoint):
         if request.format is not None:
             body["output_config"] = {"format": {"type": "json_schema", "schema": request.format.schema or {"type": "object"}}}
         if request.dialect == "messages":
-            return body | dict(request.extra)
+            return body | _as_sent(request.extra)
         named = _from_chat(request.extra)
         output: dict[str, Any] = {**body.get("output_config", {}), **named.pop("output_config", {})}
         return body | named | ({"output_config": output} if output else {})
@@ -67,6 +68,20 @@ def open_engine(
     folder: Path, *, name: str, section: AnthropicSection, seed: int, decode: Callable[[Sequence[int]], str] | None = None
 ) -> AnthropicEndpoint:
     return AnthropicEndpoint(name, section)
+
+
+def _as_sent(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """The caller's fields, the conversation without what the API refuses: blocks of text that are empty, as ours may be."""
+    if "messages" not in extra:
+        return dict(extra)
+    turns = [
+        turn if isinstance(turn["content"], str) else {**turn, "content": _filled(turn["content"])} for turn in extra["messages"]
+    ]
+    return {**extra, "messages": [turn for turn in turns if turn["content"]]}
+
+
+def _filled(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [block for block in blocks if block.get("type") != "text" or block["text"].strip()]
 
 
 def _sampling_fields(sampling: Sampling) -> dict[str, Any]:
@@ -202,6 +217,7 @@ class AnthropicReader(TextReplyReader):
                 self.add_text(block.get("text"))
             case "thinking":
                 self.add_reasoning(block.get("thinking"))
+                self.add_signature(block.get("signature"))
             case "tool_use":
                 self.begin_call(block.get("id"), block["name"])
                 if block.get("input"):
@@ -215,6 +231,8 @@ class AnthropicReader(TextReplyReader):
                 self.add_text(delta["text"])
             case "thinking_delta":
                 self.add_reasoning(delta["thinking"])
+            case "signature_delta":
+                self.add_signature(delta["signature"])
             case "input_json_delta":
                 self.add_arguments(delta["partial_json"])
             case _:

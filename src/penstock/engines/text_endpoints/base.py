@@ -28,6 +28,10 @@ FINISH_REASONS: dict[str, Finish] = {
 """Reasons by which endpoints end a reply. Any other reason, such as a content filter's, makes it an error."""
 
 
+EFFORT = frozenset({"reasoning_effort", "reasoning.effort", "output_config.effort"})
+"""The dialects' names of what every endpoint gets under its own."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextRequest:
     """One request for one reply."""
@@ -61,6 +65,8 @@ class TextPart(NamedTuple):
 
 class ReasoningPart(NamedTuple):
     text: str
+    signature: str = ""
+    """Ends a block of reasoning; the endpoint demands both back."""
 
 
 class ToolCallPart(NamedTuple):
@@ -93,6 +99,8 @@ class TextEndpoint(ABC):
 
     unknown_sampling: ClassVar[tuple[str, ...]] = ()
     """Fields of `Sampling` that the API has no name for; they are left out."""
+    speaks: ClassVar[str] = "chat"
+    """The dialect whose `TextRequest.extra` it gets as it is; see `TextRequest.dialect`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -110,6 +118,13 @@ class TextEndpoint(ABC):
     @property
     def version(self) -> int:
         return 0
+
+    def gets(self, name: str, dialect: str, extra: Mapping[str, Any]) -> bool:
+        """Whether something of a request reaches the endpoint, by the name that it would be counted under."""
+        if name in EFFORT or dialect != self.speaks:
+            return name in EFFORT
+        as_sent = "messages" in extra
+        return as_sent or name.removeprefix("text.") in extra or (name.startswith("tool:") and "tools" in extra)
 
     @abstractmethod
     def complete(self, request: TextRequest, *, rollout_id: str = "") -> AsyncGenerator[TextChunk, None]:
@@ -188,6 +203,10 @@ class TextReplyReader(ABC):
     def add_reasoning(self, text: str | None) -> None:
         if text:
             self._parts.append(ReasoningPart(_check_text(text)))
+
+    def add_signature(self, text: str | None) -> None:
+        if text:
+            self._parts.append(ReasoningPart("", _check_text(text)))
 
     def begin_call(self, call_id: str | None, name: str) -> None:
         if not name:

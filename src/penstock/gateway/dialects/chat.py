@@ -104,6 +104,7 @@ class ChatDialect:
                 *(check_harmless(body) if others else ()),
                 *fields.ignored_tool_options(body.get("tools")),
                 *fields.unmet_tool_choice(body.get("tool_choice"), tools),
+                *(fields.unsupported_names(body, NEUTRAL) if others and not self._tokenizer.is_known else ()),
             ),
         )
 

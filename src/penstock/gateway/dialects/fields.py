@@ -405,10 +405,13 @@ def top_logprobs(body: dict[str, Any], name: str = "top_logprobs") -> int:
 
 def refuse_unsupported(body: dict[str, Any], neutral: Mapping[str, tuple[Any, ...]]) -> None:
     """Refuse the first unsupported field whose value is not in `neutral`."""
-    for name, values in neutral.items():
-        value = body.get(name)
-        if value is not None and value not in values:
-            raise unsupported(name, value)
+    for name in unsupported_names(body, neutral):
+        raise unsupported(name, body[name])
+
+
+def unsupported_names(body: dict[str, Any], neutral: Mapping[str, tuple[Any, ...]]) -> Iterator[str]:
+    """The unsupported fields whose value is not in `neutral`; only endpoints of text get them."""
+    return (name for name, values in neutral.items() if body.get(name) is not None and body[name] not in values)
 
 
 HARMLESS: dict[str, tuple[Any, ...]] = {

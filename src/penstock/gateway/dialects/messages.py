@@ -35,11 +35,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "compaction": (),
 }
 """Fields that are not supported, with the values that have no effect and are accepted."""
-CARRIED = frozenset(
-    {"model", "messages", "system", "tools", "tool_choice", "stream", "thread", "max_tokens", "stop_sequences"}
-    | {"temperature", "top_p", "top_k", "min_p", "seed"}
-)
+CARRIED = frozenset({"model", "stream", "thread", "max_tokens", "stop_sequences", "temperature", "top_p", "top_k", "min_p", "seed"})
 """Fields that reach an endpoint in another form; all others are passed on as they are."""
+CONVERSATION = frozenset({"messages", "system", "tools", "tool_choice"})
+"""Of these, what a thread begins with; its later requests hold the rest only."""
 IGNORED_TOOL_OPTIONS = ("input_examples", "allowed_callers")
 """Tool options that are not supported: the tool is offered without them."""
 ERROR_TYPES = {
@@ -91,14 +90,14 @@ class MessagesDialect:
             tools=tools,
             deferred=deferred,
             reads_calls=bool(tools or deferred) and choice.get("type") != "none",
-            forced=_forced(choice, (*tools, *deferred)),
+            forced=_forced(choice, (*tools, *deferred), () if self._tokenizer.is_known else _hosted_names(body.get("tools"))),
             one_call=fields.flag(choice, "disable_parallel_tool_use"),
             dialect="messages",
-            extra={name: body[name] for name in body.keys() - CARRIED},
+            extra={name: body[name] for name in body.keys() - CARRIED - (CONVERSATION if held.messages else set())},
             strict=_strict(body.get("tools")),
             **_format(body),
             stream=fields.flag(body, "stream"),
-            ignored=tuple(sorted({*_ignored(body, choice), *spoken.ignored})),
+            ignored=tuple(sorted({*_ignored(body, choice), *spoken.ignored, *fields.unsupported_names(body, NEUTRAL)})),
         )
 
     def json_body(self, answer: ModelAnswer) -> bytes:
@@ -222,8 +221,13 @@ def _choice(body: dict[str, Any]) -> dict[str, Any]:
     return choice
 
 
-def _forced(choice: dict[str, Any], tools: tuple[Tool, ...]) -> str | None:
-    if choice["type"] in ("auto", "none"):
+def _hosted_names(tools: Any) -> tuple[str, ...]:
+    return tuple(str((fields.as_object(tool) or {}).get("name")) for tool in fields.as_list(tools) or () if _hosted(tool))
+
+
+def _forced(choice: dict[str, Any], tools: tuple[Tool, ...], hosted: tuple[str, ...]) -> str | None:
+    """Return the tool that must be called, empty for any; None for none, and for one of `hosted`, which the endpoint has."""
+    if choice["type"] in ("auto", "none") or choice.get("name") in hosted or (hosted and not tools):
         return None
     known = [tool["function"]["name"] for tool in tools]
     wanted = "" if choice["type"] == "any" else choice.get("name")
@@ -448,6 +452,8 @@ class MessagesEvents:
         """Type of the open block; empty if none is open."""
         self._input = ToolInputStream()
         """Arguments of the open call."""
+        self._signature = ""
+        """Of the open block of thinking, if an endpoint gave one."""
 
     def start(self) -> bytes:
         return sse_event("message_start", message=message_head(self._answer) | {"usage": usage(self._answer, [])})
@@ -469,7 +475,8 @@ class MessagesEvents:
             return begun + self._delta("input_json_delta", "partial_json", self._input.push(delta.arguments))
         if isinstance(delta, Reasoning):
             begun = b"" if self._open == "thinking" else self._begin({"type": "thinking", "thinking": "", "signature": ""})
-            return begun + self._delta("thinking_delta", "thinking", delta.text)
+            self._signature = delta.signature
+            return begun + self._delta("thinking_delta", "thinking", delta.text) + (self._close() if delta.signature else b"")
         begun = b"" if self._open == "text" else self._begin(EMPTY_TEXT_BLOCK)
         return begun + self._delta("text_delta", "text", delta.text)
 
@@ -489,7 +496,7 @@ class MessagesEvents:
             return b""
         rest = b""
         if self._open == "thinking":
-            rest = self._delta("signature_delta", "signature", signature(self._answer))
+            rest = self._delta("signature_delta", "signature", self._signature or signature(self._answer))
         elif self._open == "tool_use":
             rest = self._delta("input_json_delta", "partial_json", self._input.finish(cut=cut))
         self._open = ""
@@ -516,7 +523,8 @@ def content(answer: ModelAnswer, message: Message) -> list[dict[str, Any]]:
         if isinstance(delta, CallDelta):
             blocks.append(_tool_use_block(delta, tool_input(delta.arguments)))
         elif isinstance(delta, Reasoning):
-            blocks.append({"type": "thinking", "thinking": delta.text, "signature": signature(answer)})
+            ours = {"type": "thinking", "thinking": delta.text, "signature": signature(answer)}
+            blocks += message.get("thinking_blocks") or [ours]
         else:
             blocks.append({"type": "text", "text": delta.text})
     return blocks or [EMPTY_TEXT_BLOCK]

@@ -102,7 +102,12 @@ class ResponsesDialect:
             stream=fields.flag(body, "stream"),
             logprobs=LOGPROBS in _included(body) or likely > 0,
             echo=tuple((name, body[name] if body.get(name) is not None else other) for name, other in ECHOED.items()),
-            ignored=tuple(sorted({*_unmet(body), *fields.unmet_tool_choice(body.get("tool_choice"), tools)})),
+            ignored=tuple(
+                sorted(
+                    {*_unmet(body), *fields.unmet_tool_choice(body.get("tool_choice"), tools)}
+                    | {*fields.unsupported_names(body, NEUTRAL)}
+                )
+            ),
         )
 
     def json_body(self, answer: ModelAnswer) -> bytes:
