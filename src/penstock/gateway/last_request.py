@@ -28,6 +28,7 @@ LIST_START = re.compile(rb'"(messages|input)"\s*:\s*\[')
 SEPARATOR = re.compile(r"[ \t\n\r,]*")
 PLACEHOLDER = token_hex(16).encode()
 """Replaces the known entries in the JSON that is parsed. It is random, so a caller cannot send it."""
+NO_TOOLS = tools_digest(())
 _DECODER = JSONDecoder()
 
 
@@ -127,19 +128,19 @@ def _update_hash(digest: Any, view: memoryview) -> None:
 
 
 class LastRequest:
-    """The last request of one transcript, raw and parsed."""
+    """The last request of one transcript, raw and parsed. What a first one has in common with `like` is not parsed again."""
 
-    def __init__(self) -> None:
+    def __init__(self, like: "LastRequest | None" = None) -> None:
         self.body = IncrementalBody()
-        self._raw: list[Any] = []
-        self._messages: list[Message] = []
-        self._raw_tools: Any = None
-        self._tools: tuple[Tool, ...] = ()
-        self._chains: list[str] = [tools_digest(())]
+        self._raw: list[Any] = like._raw[:] if like else []
+        self._messages: list[Message] = like._messages[:] if like else []
+        self._raw_tools: Any = like._raw_tools if like else None
+        self._tools: tuple[Tool, ...] = like._tools if like else ()
+        self._chains: list[str] = like._chains[:] if like else [NO_TOOLS]
         """Digest of the tools, then of the path after each of `_messages`."""
-        self._weights: list[int] = []
+        self._weights: list[int] = like._weights[:] if like else []
         """The weights of the first entries of `_raw`, each with its message; the others are weighed when `weight` is asked for."""
-        self._tools_weight = 0
+        self._tools_weight = like._tools_weight if like else 0
 
     @property
     def weight(self) -> int:

@@ -4,7 +4,7 @@ import asyncio
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Mapping, Set
+from collections.abc import Callable, Generator, Mapping, MutableMapping, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
@@ -63,6 +63,7 @@ class Session:
         stored: Attempt | None = None,
         seen_counters: tuple[int, ...] | None = None,
         on_weight: "Callable[[Session], None] | None" = None,
+        openings: MutableMapping[str, LastRequest] | None = None,
     ) -> None:
         self.rollout = rollout
         self.rollout_id = rollout.id
@@ -95,6 +96,8 @@ class Session:
         self._replay: BranchReplay | None = None
         self._running: set[asyncio.Task[Any]] = set()
         self._last_requests: dict[str, LastRequest] = {}
+        self._openings = {} if openings is None else openings
+        """By group, a request of one of its rollouts: they begin alike."""
         self._answer_numbers: dict[str, AnswerNumbers] = {}
         """By request digest."""
         self._allowance = limits.calls_per_s
@@ -172,7 +175,10 @@ class Session:
 
     def last_request(self, transcript: str) -> LastRequest:
         """The transcript's last request; the least recently used transcript is dropped if there are too many."""
-        last_request = self._last_requests.pop(transcript, None) or LastRequest()
+        last_request = self._last_requests.pop(transcript, None)
+        if last_request is None:
+            last_request = LastRequest(self._openings.get(self.rollout.group_id))
+            self._openings.setdefault(self.rollout.group_id, last_request)
         while len(self._last_requests) >= MAX_TRANSCRIPTS:
             del self._last_requests[next(iter(self._last_requests))]
         self._last_requests[transcript] = last_request
@@ -347,6 +353,7 @@ class Sessions:
         self._adopted_bytes = 0
         self._evicted = WeakValueDictionary[str, Session]()
         """Dropped from `_adopted`. A call that began before may still use one: the rollout's next call must find the same."""
+        self._openings = WeakValueDictionary[str, LastRequest]()
         self._resampled = OrderedDict[str, Sampling]()
         """Sampling that this process alone knows of."""
         self._closed = OrderedDict[str, bool]()
@@ -508,6 +515,7 @@ class Sessions:
             stored=stored,
             seen_counters=seen_counters,
             on_weight=self._weigh,
+            openings=self._openings,
         )
 
 

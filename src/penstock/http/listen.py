@@ -3,6 +3,7 @@
 import re
 import socket
 from collections.abc import Collection
+from functools import lru_cache
 from ipaddress import AddressValueError, IPv6Address, ip_address
 
 from penstock.errors import ConfigError
@@ -40,6 +41,7 @@ def root_url(url: str, host_header: str) -> str:
     return f"http://{host_header}" if host_header else url.removesuffix("/v1")
 
 
+@lru_cache(maxsize=64)
 def host_name(host_header: str) -> str:
     """Return the name or address in a Host header, in lower case; empty if the header is malformed."""
     matched = _HOST.fullmatch(host_header)

@@ -13,6 +13,7 @@ from penstock.records import Message
 RESULTS = frozenset({"function_call_output"})
 CALLS = frozenset({"function_call"})
 OTHER_ROLES = frozenset({"system", "developer", "user", "tool"})
+PLAIN_KEYS = frozenset({"role", "content"})
 TEXT_KEYS = frozenset({"type", "text", "annotations", "logprobs"})
 BLANK, NAMELESS = "[blank text]", "INVALID_TOOL_NAME"
 """What Strands keeps in place of an empty reply, and of an invalid tool name."""
@@ -58,6 +59,8 @@ def sampled_messages(messages: Iterable[Message], replies: Iterable[Message]) ->
 
 
 def _spoken(message: Message) -> tuple[Utterance, ...] | str:
+    if message.keys() == PLAIN_KEYS and isinstance(message["content"], str):  # most are
+        return tuple(_text(message["content"], "text"))
     try:
         return tuple(each for each in _utterances([message]) if each.kind != "thought")
     except _UnknownFormError:

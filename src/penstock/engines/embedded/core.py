@@ -82,6 +82,19 @@ class DrawnChunk(NamedTuple):
     most_likely: tuple[TokenLogprobs, ...] = ()
     """See `Step.most_likely`."""
 
+    def then(self, later: "DrawnChunk") -> "DrawnChunk":
+        """Both, as one chunk."""
+        return DrawnChunk(
+            self.request,
+            self.ids + later.ids,
+            self.logprobs + later.logprobs,
+            self.full_logprobs + later.full_logprobs,
+            later.finish,
+            later.problem,
+            self.kept + later.kept,
+            self.most_likely + later.most_likely,
+        )
+
 
 @dataclass(eq=False, slots=True)
 class ActiveRequest:

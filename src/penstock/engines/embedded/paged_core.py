@@ -167,7 +167,7 @@ class PagedCore:
             early = self._reserve_all()
             self._pack()
             if any(active.request.grammar is not None for active in self.running):
-                return early + self._read() + self._step_by_grammar()
+                return early + self._read() + self._steps_by_grammar()
             window = self._queue_steps()
             sampled = self._read()
             self._window = window
@@ -330,6 +330,15 @@ class PagedCore:
         for active in self.running:
             active.queued += steps
         return window
+
+    def _steps_by_grammar(self) -> list[DrawnChunk]:
+        """Some steps, and one chunk of each request: those who wait for tokens would wake at every step, and want the interpreter."""
+        chunks: dict[int, DrawnChunk] = {}
+        for _ in range(STEPS_BETWEEN_PASSES if self.planned else self.max_steps):
+            for chunk in self._step_by_grammar():
+                known = chunks.get(chunk.request.key)
+                chunks[chunk.request.key] = chunk if known is None else known.then(chunk)
+        return list(chunks.values())
 
     def _step_by_grammar(self) -> list[DrawnChunk]:
         """One step of all running requests, some of which have a grammar: what they may draw depends on the token before.
