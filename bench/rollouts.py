@@ -82,6 +82,8 @@ class Session(NamedTuple):
 class Remote:
     """That gateway, as the runner sees it: it knows a rollout by its token, so there is nothing to open or close."""
 
+    app = None
+
     def __init__(self, base_url: str) -> None:
         self._tokens, self._base_url = GatewayTokens(SECRET), base_url
 

@@ -31,6 +31,8 @@ class EngineDown(Exception):
 class FakeGateway:
     """Records each call in the pool as the real one does, with the text that the test asks for as the reply."""
 
+    app = None
+
     def __init__(self, pool):
         self.pool, self.sessions, self.closed = pool, {}, []
 

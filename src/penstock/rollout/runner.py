@@ -11,6 +11,8 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from starlette.types import ASGIApp
+
 from penstock.config import RolloutSection, run_secrets
 from penstock.errors import EngineError, GraderError, PoolError, PoolFailed, WorkerLost, WorkflowError
 from penstock.events import Events
@@ -40,6 +42,11 @@ Slot = AbstractAsyncContextManager[Any]
 
 class GatewayPort(Protocol):
     """The part of the gateway that the runner calls."""
+
+    @property
+    def app(self) -> ASGIApp | None:
+        """Serves its routes, for agents in the same event loop; None if there is no such thing."""
+        ...
 
     def open(self, rollout: Rollout, sampling: Sampling, *, fresh: bool) -> GatewaySession:
         """Lets the rollout call the model. `sampling` holds the defaults of its calls. `fresh`: nothing is stored of it yet."""
@@ -269,6 +276,7 @@ async def open_runner(
         events=events,
         hidden=tuple(hidden),
         scratch=ScratchFolders(events),
+        app=gateway.app,
     )
     async with EXECUTORS.load(limits.executor)(context) as executor:
         yield Runner(

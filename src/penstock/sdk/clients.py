@@ -7,10 +7,12 @@ from copy import copy
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.errors import ConfigError
+from penstock.http.in_process import in_process_transport
 
 if TYPE_CHECKING:
     from anthropic import AsyncAnthropic
     from openai import AsyncOpenAI, OpenAI
+    from starlette.types import ASGIApp
 
     from penstock.sdk.routing import RolloutContext
 
@@ -26,18 +28,22 @@ NO_PROXIES: dict[str, None] = {"all://": None, "http://": None, "https://": None
 class Clients:
     """HTTP clients that the rollouts of one event loop share; each is made on first use.
 
-    The loop is the one that this is made in; if made outside of any, the first one that asks.
+    The loop is the one that this is made in; if made outside of any, the first one that asks. `app` is the gateway, if that is in
+    the same loop: calls of it need no socket.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, app: "ASGIApp | None" = None) -> None:
+        self._app = app
         self._shared: dict[tuple[str, bool], Any] = {}
         self._unbound: dict[tuple[str, str], Any] = {}
         """The vendors' clients that those of rollouts are copied from, by package and base URL. They make no calls themselves."""
         self._loop = _running_loop()
 
-    def of(self, package: str, secure: bool) -> Any:
+    def of(self, package: str, base_url: str) -> Any:
         """Returns the shared HTTP client for `package`; None in another event loop, where it could not be used."""
-        return self.get_or_make((package, secure), lambda: _make_http_client(package, secure))
+        secure = base_url.startswith("https:")
+        local = None if self._app is None else (base_url.removesuffix("/v1"), self._app)
+        return self.get_or_make((package, secure), lambda: _make_http_client(package, secure, local=local))
 
     def get_or_make(self, key: tuple[str, bool], make: Callable[[], T]) -> T | None:
         """Returns the shared client of `key`, which must have `shut`; None in another event loop."""
@@ -139,13 +145,15 @@ def _with_headers(client: T, context: "RolloutContext", transcript: str) -> T:
 def _http_client(context: "RolloutContext", package: str) -> Any:
     if not context.base_url.startswith(("http://", "https://")):
         raise ConfigError(f"the rollout's base_url is {context.base_url!r}; give the policy's address, as http://host:port/v1")
-    secure = context.base_url.startswith("https:")
-    shared = context.clients.of(package, secure) if context.clients else None
-    return shared if shared is not None else _make_http_client(package, secure, lasting=False)
+    shared = context.clients.of(package, context.base_url) if context.clients else None
+    return shared if shared is not None else _make_http_client(package, context.base_url.startswith("https:"), lasting=False)
 
 
-def _make_http_client(package: str, secure: bool, *, lasting: bool = True) -> Any:
-    """Makes an HTTP client for `package` that ignores proxies. A `lasting` one keeps its connections, until `shut`."""
+def _make_http_client(package: str, secure: bool, *, lasting: bool = True, local: "tuple[str, ASGIApp] | None" = None) -> Any:
+    """Makes an HTTP client for `package` that ignores proxies. A `lasting` one keeps its connections, until `shut`.
+
+    `local` is an address with the app that serves it in the event loop that this is called in.
+    """
     vendor: Any = importlib.import_module(package)
     one_off: Any = vendor.DefaultAsyncHttpxClient
     base: Any = _aiohttp_client(vendor) if lasting else one_off
@@ -182,7 +190,11 @@ def _make_http_client(package: str, secure: bool, *, lasting: bool = True) -> An
         async def shut(self) -> None:
             await super().aclose()
 
-    return SharedHttpClient(**settings)
+    mounts: dict[str, Any] = {**NO_PROXIES}
+    if local is not None:
+        httpx: Any = importlib.import_module(one_off.__mro__[1].__module__)  # the vendor's, whichever that is
+        mounts[local[0]] = in_process_transport(httpx, local[1])
+    return SharedHttpClient(**{**settings, "mounts": mounts})
 
 
 def _aiohttp_client(vendor: Any) -> Any:

@@ -1,6 +1,7 @@
 """What the documents say is so: their samples run, their tables are complete."""
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -85,3 +86,11 @@ def test_the_architecture_page_has_every_room() -> None:
     rooms = {path.stem for path in (ROOT / "src" / "penstock").iterdir() if path.name[0] != "_" and path.suffix in ("", ".py")}
     listed = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| ([^|]+) \|", page, re.MULTILINE))))
     assert rooms - {"templates"} <= listed
+
+
+def test_no_file_has_marks_of_an_unsolved_merge():
+    files = subprocess.run(
+        ["git", "ls-files", "*.md", "*.toml", "*.py"], cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout
+    marked = [name for name in files.splitlines() if re.search(r"^(<{7}|>{7}) ", (ROOT / name).read_text(), re.MULTILINE)]
+    assert not marked

@@ -332,7 +332,7 @@ class PagedCore:
         return window
 
     def _steps_by_grammar(self) -> list[DrawnChunk]:
-        """Some steps, and one chunk of each request: those who wait for tokens would wake at every step, and want the interpreter."""
+        """Some steps, one chunk for each request: those who wait for tokens would wake at every step, and take the interpreter."""
         chunks: dict[int, DrawnChunk] = {}
         for _ in range(STEPS_BETWEEN_PASSES if self.planned else self.max_steps):
             for chunk in self._step_by_grammar():

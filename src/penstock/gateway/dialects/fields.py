@@ -388,7 +388,8 @@ def read_bias(body: dict[str, Any], sampling: Sampling) -> Sampling:
 
     Values between are refused: a trainer knows which tokens were left out, not by how much others were made likelier.
     """
-    biases = nested(body, "logit_bias")
+    if not (biases := nested(body, "logit_bias")):
+        return sampling
     check_count(biases, "logit_bias", MAX_BIASES)
     if not all(key.isdecimal() and len(key) < 10 and value in (-100, 0, 100) for key, value in biases.items()):
         text = (

@@ -7,6 +7,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Protocol, Self
 
+from starlette.types import ASGIApp
+
 from penstock.config import Section, validate
 from penstock.events import Events
 from penstock.records import Rollout, Sampling, Task
@@ -111,6 +113,8 @@ class ExecutorContext:
     hidden: tuple[Path, ...] = ()
     """Files and folders that no agent may read, wherever the machine can keep them from it: the run's own, and the datasets."""
     scratch: ScratchFolders = field(default_factory=ScratchFolders)
+    app: ASGIApp | None = None
+    """The gateway, for agents that run in its event loop."""
 
     def workflow_dir(self, rollout_id: str) -> AbstractAsyncContextManager[Path | None]:
         """See `ScratchFolders.folder_for`: a workflow writes there, and finds no way to the run folder."""

@@ -23,7 +23,7 @@ class InlineSection(Section):
 
 
 class InlineExecutor(Executor):
-    """Runs many rollouts at once, all on one connection pool to the gateway."""
+    """Runs many rollouts at once. Their `ctx.openai()` and `ctx.anthropic()` call the gateway without a socket."""
 
     section = InlineSection
 
@@ -31,7 +31,7 @@ class InlineExecutor(Executor):
         self._context = context
         self._settings: InlineSection = context.section or InlineSection()
         self._agent = InProcessAgent(context.agent, context.author_tasks)
-        self._clients = Clients()
+        self._clients = Clients(context.app)
         self._confinement: Confinement | None = None
 
     async def __aenter__(self) -> Self:

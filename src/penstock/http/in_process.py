@@ -1,0 +1,145 @@
+"""Calls of the gateway by agents of its own event loop, without a socket: an `httpx` transport that calls the ASGI app.
+
+The app sees what it would see from our HTTP server: the same headers and body, and a callback when the caller leaves.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from contextvars import Context
+from typing import Any
+
+import orjson
+from starlette.types import ASGIApp, Message, Scope
+
+from penstock.http.asgi import ON_DISCONNECT
+
+BROKEN_OFF = orjson.dumps({"error": {"message": "the server failed; its log says how", "code": "internal_error"}})
+
+log = logging.getLogger(__name__)
+
+
+def in_process_transport(httpx: Any, app: ASGIApp) -> Any:
+    """Makes a transport that calls `app` in the running event loop; `httpx` is that package, or one of its successors."""
+
+    class AnswerStream(httpx.AsyncByteStream):
+        def __init__(self, call: InProcessCall) -> None:
+            self._call = call
+
+        def __aiter__(self) -> AsyncGenerator[bytes]:
+            return self._call.parts()
+
+        async def aclose(self) -> None:
+            self._call.leave()
+
+    class InProcessTransport(httpx.AsyncBaseTransport):
+        async def handle_async_request(self, request: Any) -> Any:
+            call = InProcessCall(httpx, await request.aread(), request.extensions.get("timeout", {}).get("read"))
+            await call.start(app, request)
+            return httpx.Response(call.status, headers=call.headers, stream=AnswerStream(call), request=request)
+
+    return InProcessTransport()
+
+
+class InProcessCall:
+    """One call and its answer. `timeout_s` is how long the caller waits for each part of it."""
+
+    def __init__(self, httpx: Any, body: bytes, timeout_s: float | None) -> None:
+        self.status = 500
+        self.headers: list[tuple[bytes, bytes]] = []
+        self._httpx = httpx
+        self._bodies = deque([body])
+        self._timeout_s = timeout_s
+        self._parts = deque[bytes]()
+        self._started = self._complete = self._left = False
+        self._changed: asyncio.Future[None] | None = None
+        self._on_disconnect: Callable[[], None] | None = None
+
+    async def start(self, app: ASGIApp, request: Any) -> None:
+        """Call the app, and wait until its answer begins."""
+        scope: Scope = {
+            "type": "http",
+            "http_version": "1.1",
+            "scheme": request.url.scheme,
+            "method": request.method,
+            "path": request.url.path,
+            "root_path": "",
+            "query_string": request.url.query,
+            "headers": [(name.lower(), value) for name, value in request.headers.raw],
+            ON_DISCONNECT: self._notify,
+        }
+        # In a context of its own: nothing that the gateway does is the agent's doing.
+        self._task = asyncio.get_running_loop().create_task(self._run(app, scope), context=Context())
+        try:
+            await self._change()
+        except BaseException:
+            self.leave()
+            raise
+
+    async def parts(self) -> AsyncGenerator[bytes]:
+        """The body, as it comes."""
+        while True:
+            while self._parts:
+                yield self._parts.popleft()
+            if self._complete:
+                return
+            if self._task.done():
+                raise self._httpx.RemoteProtocolError("the gateway broke off its answer")
+            await self._change()
+
+    def leave(self) -> None:
+        """The caller takes no more: tell the app, unless its answer is complete."""
+        if not (self._complete or self._left):
+            self._left = True
+            if self._on_disconnect is not None:
+                self._on_disconnect()
+
+    def _notify(self, callback: Callable[[], None] | None) -> None:
+        """See `ON_DISCONNECT`."""
+        self._on_disconnect = callback
+        if callback is not None and self._left:
+            callback()
+
+    async def _run(self, app: ASGIApp, scope: Scope) -> None:
+        try:
+            await app(scope, self._receive, self._send)
+        except asyncio.CancelledError:
+            pass  # the gateway is stopping
+        except Exception as error:
+            log.error("the app failed on a %s request", scope["method"], exc_info=error)
+        if not self._started:
+            self._started = self._complete = True
+            self._parts.append(BROKEN_OFF)
+        self._wake()
+
+    async def _change(self) -> None:
+        """Wait until the app has sent something more, or is done."""
+        if self._task.done():
+            return
+        self._changed = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._changed
+        except TimeoutError as cause:
+            raise self._httpx.ReadTimeout("the gateway's answer took too long") from cause
+        finally:
+            self._changed = None
+
+    async def _receive(self) -> Message:
+        if self._bodies:
+            return {"type": "http.request", "body": self._bodies.popleft(), "more_body": False}
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status, self.headers = message["status"], message.get("headers", [])
+            return
+        self._started = True
+        self._parts.append(message.get("body", b""))
+        self._complete = not message.get("more_body", False)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._changed is not None and not self._changed.done():
+            self._changed.set_result(None)
