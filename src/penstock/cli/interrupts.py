@@ -1,10 +1,10 @@
 """Ctrl-C: once is a safe stop after the running step, twice is now. Neither needs an event loop that runs."""
 
 import asyncio
-import math
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, Self
+
+from penstock.system import signal_watcher
 
 GRACE_S = 3.0
 """How long a second Ctrl-C waits for the run to end before the process exits anyway."""
@@ -28,7 +30,8 @@ class Interrupts:
 
     A second signal leaves on disk what a kill would leave, and a run can be resumed after a kill. So a process whose threads or
     agent do not end is ended after `GRACE_S`. With `terminate_s`, a SIGTERM that has not ended the block by then
-    counts as two. So does any signal that the loop, or the main thread, does not hear of: native code may hold it.
+    counts as two. So does any signal that the loop does not hear of. Where native code holds the interpreter, none of this
+    runs: `signal_watcher`, a process of its own, ends ours then.
     """
 
     def __init__(self, stop: asyncio.Event, notify: Callable[[], None], *, terminate_s: float | None = None) -> None:
@@ -38,7 +41,6 @@ class Interrupts:
         self._before: dict[int, Any] = {}
         self._count = 0
         self._heard = threading.Event()
-        self._alarm_before: Any = None
         self.first: int | None = None
         """The first signal that came."""
 
@@ -46,40 +48,41 @@ class Interrupts:
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()
         self._loop.set_default_executor(LeavableThreads())
-        self._before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-        self._watch_native_code()
+        self._before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._wakeup_before = signal.set_wakeup_fd(-1)
+        self._start_watcher()
+        self._take_signals()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._retake.cancel()
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        self._disarm()
         signal.set_wakeup_fd(self._wakeup_before)
-        self._written.close()  # which ends the thread
+        self._to_watcher.close()  # which ends it
+        self._watcher.wait()
 
-    def _watch_native_code(self) -> None:
-        """Starts a thread that ends the process if a signal came and the main thread, in native code, runs no handler."""
-        read, self._written = socket.socketpair()
-        self._written.setblocking(False)
-        self._wakeup_before = signal.set_wakeup_fd(self._written.fileno(), warn_on_full_buffer=False)
-        threading.Thread(target=self._quit_if_unhandled, args=(read,), daemon=True, name="penstock-signals").start()
-
-    def _quit_if_unhandled(self, read: socket.socket) -> None:
-        came = 0
+    def _start_watcher(self) -> None:
+        self._to_watcher, read = socket.socketpair()
+        self._to_watcher.setblocking(False)
+        patience_s = BLOCKED_S + GRACE_S + 1
+        command = [sys.executable, "-I", "-S", signal_watcher.__file__, str(os.getpid()), str(patience_s)]
         with read:
-            while numbers := read.recv(16):  # Python's C handler writes the number of each signal
-                came += sum(number in self._before for number in numbers)
-                deadline = time.monotonic() + BLOCKED_S + GRACE_S
-                while self._count < came:
-                    if time.monotonic() > deadline:
-                        _quit()
-                    time.sleep(0.05)
+            self._watcher = subprocess.Popen(command, stdin=read.fileno())
+
+    def _take_signals(self) -> None:
+        """Again each second: an agent, or a library of its, may set handlers of its own."""
+        if any(signal.getsignal(number) != self._on_signal for number in self._before):
+            for number in self._before:
+                signal.signal(number, self._on_signal)
+            signal.set_wakeup_fd(self._to_watcher.fileno(), warn_on_full_buffer=False)
+        self._retake = self._loop.call_later(1.0, self._take_signals)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         # not loop.add_signal_handler: this runs even while an agent blocks the loop
         self._count += 1
         self.first = self.first or number
-        self._arm()
+        self._loop.call_soon_threadsafe(self._on_heard)
         if self._count == 1:
             self._loop.call_soon_threadsafe(self._stop.set)
             self._loop.call_soon_threadsafe(self._notify)
@@ -91,20 +94,10 @@ class Interrupts:
         else:
             _quit()
 
-    def _arm(self) -> None:
-        """Lets the kernel end the process unless the loop disarms it: a regular expression that backtracks for ever, for one,
-        holds the interpreter, so that no thread of ours could do it."""
-        if self._alarm_before is None:
-            self._alarm_before = signal.signal(signal.SIGALRM, signal.SIG_DFL) or signal.SIG_DFL
-        signal.alarm(math.ceil(BLOCKED_S + GRACE_S) + 1)
-        self._loop.call_soon_threadsafe(self._disarm)
-
-    def _disarm(self) -> None:
+    def _on_heard(self) -> None:
         self._heard.set()
-        if self._alarm_before is not None:
-            signal.alarm(0)
-            signal.signal(signal.SIGALRM, self._alarm_before)
-            self._alarm_before = None
+        with suppress(OSError):  # it has ended
+            self._to_watcher.send(bytes([signal_watcher.HEARD]))
 
     def _end_if_blocked(self) -> None:
         if not self._heard.is_set():
@@ -155,5 +148,5 @@ def leave(code: int) -> NoReturn:
 def _quit() -> None:
     if os.isatty(2):
         os.write(2, b"\x1b[?25h\n")  # the live view hides the cursor
-    os.write(2, b"penstock: quit at once, as a kill would\n")
+    os.write(2, signal_watcher.QUIT)
     os._exit(INTERRUPTED)

@@ -102,13 +102,24 @@ def test_one_sigterm_counts_as_two_after_a_while():
         "import ctypes; c = ctypes.CDLL(None); [c.sleep(60) for _ in iter(int, 1)]",
         # holds the interpreter: no other thread runs
         "import re; re.match('(a+)+$', 'a' * 60 + 'b')",
+        # the same, and it runs no handler either
+        "sum(range(10**15))",
     ],
 )
 def test_one_signal_ends_a_loop_that_is_blocked(number, block):
     body = f"os.kill(os.getpid(), signal.{number})\n        {block}"
     result = ran(body, grace=0.1, blocked=0.1)
-    assert result.returncode in (130, -signal.SIGALRM)
+    assert result.returncode in (130, -signal.SIGKILL)
     assert "cancelled" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    "ignore",
+    ["signal.signal(signal.SIGTERM, signal.SIG_IGN)", "asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, print)"],
+)
+def test_an_agent_cannot_take_the_signals_away(ignore):
+    body = f"{ignore}\n        while True: await asyncio.sleep(0.05); os.kill(os.getpid(), signal.SIGTERM)"
+    assert "told" in ran(body, grace=0.1).stdout
 
 
 def test_a_thread_that_never_ends_keeps_neither_the_loop_nor_the_process():
