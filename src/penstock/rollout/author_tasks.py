@@ -114,10 +114,13 @@ class AuthorTasks:
         self._events.emit("guest.abandoned", what=what, grace_s=self._grace_s)
         self._abandoned_tasks.add(task)  # asyncio itself holds tasks by weak references only
         task.add_done_callback(self._abandoned_tasks.discard)
+        frames = list(_awaited(task.get_coro()))
         try:
             task.get_coro().close()  # raises GeneratorExit inside, which only a bare `except` swallows
         except Exception:  # it did, or raised another error: unregister it, or `asyncio.run` waits for it at the end
             asyncio.tasks._unregister_task(task)  # pyright: ignore[reportPrivateUsage]
+            for each in frames:  # never to be collected: each would swallow that too, and Python would print a traceback
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
         task.cancel()
 
 
@@ -157,6 +160,13 @@ async def run_in_thread(work: Coroutine[Any, Any, T]) -> T:
     except GeneratorExit:  # abandoned: ends a loop in Python; a call that blocks in the system stays until it returns
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(BlockedLoop))
         raise
+
+
+def _awaited(coroutine: object) -> Iterator[object]:
+    """The coroutine, the one that it awaits, and so on."""
+    while coroutine is not None:
+        yield coroutine
+        coroutine = getattr(coroutine, "cr_await", None)
 
 
 def _retrieve_exception(task: asyncio.Task[Any]) -> None:

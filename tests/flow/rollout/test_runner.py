@@ -134,7 +134,6 @@ def test_hanging_workflow_ends_as_timeout_and_keeps_its_steps():
 
 
 @pytest.mark.parametrize("guest", [swallow_cancellation, swallow_everything])
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the worst guest resists even the collector
 def test_workflow_that_swallows_its_cancellation_is_abandoned_and_nothing_waits_for_it(guest):
     bench = Bench(guest, agent_timeout_s=0.05)
     assert outcome(bench).end is End.TIMEOUT  # and asyncio.run came back, although it waits for all tasks it knows
