@@ -89,6 +89,9 @@ def run(
     if found.status == "stopped":
         raise typer.Exit(INTERRUPTED)
     if found.outcome.all_failed:
+        if not as_json:
+            why = [f"{kind} {each.text}" for kind, each in found.outcome.shortfalls.items() if each.count]
+            warn(f"no rollout completed: {'; '.join(why)}")
         raise typer.Exit(1)
 
 

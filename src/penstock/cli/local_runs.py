@@ -12,6 +12,7 @@ from penstock.cli.live import RunState, event_line
 from penstock.cli.output import TableColumn, labelled_lines, reward_text
 from penstock.errors import ConfigError, ControllerError
 from penstock.run.folder import RunFolder, find_run_folder
+from penstock.run.shortfalls import Shortfall, add_shortfalls, read_shortfalls, shortfall_rows, shortfalls_json
 from penstock.system.locks import is_locked
 
 if TYPE_CHECKING:
@@ -82,7 +83,19 @@ def _row(kind: "RunKind", run: RunFolder) -> dict[str, Any]:
 
 def local_info(kind: "RunKind", run: RunFolder) -> dict[str, Any]:
     """What is known of a run, as `--json` prints it."""
-    return {"local_run": _row(kind, run), "summary": run.summary()}
+    if "train" not in run.settings()["config"]:
+        raise ConfigError(
+            f"{run.path} is a recording, no {kind} run; see: penstock pool show {run.path}, penstock report {run.path}"
+        )
+    return {"local_run": _row(kind, run), "summary": run.summary(), "shortfalls": shortfalls_json(_shortfalls(kind, run))}
+
+
+def _shortfalls(kind: "RunKind", run: RunFolder) -> dict[str, Shortfall]:
+    """Failed, ungraded and wrong, of a training run up to its last step."""
+    if kind == "eval":
+        outcome: dict[str, Any] = (run.summary() or {}).get("outcome") or {}
+        return read_shortfalls(outcome.get("shortfalls"))
+    return add_shortfalls(read_shortfalls(entry.get("shortfalls")) for entry in run.metrics())
 
 
 def info_text(kind: "RunKind", found: dict[str, Any]) -> str:
@@ -95,6 +108,7 @@ def info_text(kind: "RunKind", found: dict[str, Any]) -> str:
         rows += [("held-out", " → ".join(map(reward_text, held_out)) if any(each is not None for each in held_out) else None)]
         rows += [("checkpoint", summary.get("checkpoint")), ("", summary.get("stalled"))]
     rows.append(("rollouts", ", ".join(f"{count} {end}" for end, count in row["ends"].items())))
+    rows += shortfall_rows(read_shortfalls(found["shortfalls"]))
     following = f"penstock report {row['folder']}" if kind == "train" else f"penstock eval compare {row['folder']} OTHER"
     head = f"{'Training run' if kind == 'train' else 'Evaluation'} {row['name']} is {row['status']}, in a folder here."
     return f"{head}\n\n{labelled_lines(rows)}\n\n{labelled_lines([('next', following)])}"

@@ -63,7 +63,10 @@ async def regrade(source: Path, config: RunConfig, *, fresh: bool = False) -> tu
             try:
                 await _Regrader(pool, agent, config, folder.path / "artifacts").copy(recorded.groups())
                 prices = prices_of(config.model_dump(include={"engine"}))
-                return folder, outcome(await score_tasks(read_groups(pool)), config.eval, prices=prices)
+                found = outcome(await score_tasks(read_groups(pool)), config.eval, prices=prices)
+                summary = {"name": config.run.name, "folder": str(folder.path), "status": "finished", "outcome": found.as_json()}
+                folder.write_summary(orjson.dumps(summary))
+                return folder, found
             finally:
                 await pool.close()
 

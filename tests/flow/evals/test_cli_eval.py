@@ -196,6 +196,8 @@ def test_an_evaluation_in_which_every_rollout_failed_is_a_failure_and_does_not_p
     assert run(["eval", "run", "eval.toml"]) == 1
     out, err = capsys.readouterr()
     assert "first rollout to end agent_error: eval-0.0.1: workflow 'Asker': ValueError: a tool is broken (agent.py, line" in err
+    last = err.splitlines()[-1]  # which is what a controller shows as the reason
+    assert last.startswith("penstock: no rollout completed: failed 4 (agent_error: workflow 'Asker': ValueError: a tool is broken")
     assert "Evaluation asked failed" in out
     assert "no rollout was graded" in out
     assert "penstock train" not in out
@@ -236,6 +238,8 @@ def test_a_file_with_a_grader_alone_can_grade_again(project, capsys):
     )
     found = result(capsys, "regrade", "runs/evals/asked", "--agent", "grader.py")
     assert (found["outcome"]["ends"], found["outcome"]["reward"]["value"]) == ({"completed": 4}, 1.0)
+    summary = json.loads((project / "runs/evals/asked-regraded/summary.json").read_text())
+    assert (summary["status"], summary["outcome"]) == ("finished", found["outcome"])
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,10 @@ def home(tmp_path, monkeypatch):
     assert not list(tmp_path.glob("home/*.log")), "a controller was started"
 
 
-def made(name: str = "mine", **summary: object) -> RunFolder:
-    config = make_config({"run": {"name": name}, "dataset": {"train": "tasks.jsonl"}, "train": {"steps": 4}}, "here")
+def made(name: str = "mine", place: str = "runs", **summary: object) -> RunFolder:
+    config = make_config(
+        {"run": {"name": name, "folder": place}, "dataset": {"train": "tasks.jsonl"}, "train": {"steps": 4}}, "here"
+    )
     folder = open_run_folder(config, fresh=False)
     entry = {"step": 1, "reward": 0.25, "version": 1}
     folder.add_metrics(entry)
@@ -60,6 +62,27 @@ def test_info_and_logs_read_the_folder(home, capsys):
         assert said in out
     assert "loading tiny" in told(capsys, "train", "logs", "mine")[0]
     assert "loading tiny" in told(capsys, "train", "logs", "runs/mine", "-f")[0]
+
+
+SHORT = {kind: {"count": number, "reason": f"why {kind}"} for number, kind in enumerate(("failed", "ungraded", "wrong"), 1)}
+
+
+def test_info_tells_failed_ungraded_and_wrong_each_with_its_reason(home, capsys):
+    made().add_metrics({"step": 2, "reward": 0.0, "version": 1, "shortfalls": SHORT})
+    made("first", "runs/evals", status="finished", outcome={"ends": {"completed": 6}, "shortfalls": SHORT})
+    for command in (("train", "info", "mine"), ("eval", "info", "first")):
+        out = told(capsys, *command)[0]
+        assert all(text in out for text in ("failed    1 (why failed)", "ungraded  2 (why ungraded)", "wrong     3 (why wrong)")), (
+            out
+        )
+
+
+def test_a_recording_is_no_run_of_either_kind(home, capsys):
+    (home / "rec").mkdir()
+    (home / "rec/config.json").write_text(
+        json.dumps({"config": {"model": {"name": "tiny"}, "run": {"name": "rec"}}, "datasets": {}})
+    )
+    assert "rec is a recording, no train run; see: penstock pool show rec" in told(capsys, "train", "info", "rec", code=2)[1]
 
 
 def test_an_unknown_run_is_refused_in_one_line(home, capsys):
