@@ -151,6 +151,7 @@ class Lanes:
         self._hidden = torch.zeros(lanes, shape.hidden, dtype=weight.dtype, device=device)
         words = (shape.vocab_size + 31) // 32
         self._allowed = torch.full((lanes, words), -1, dtype=torch.int32, device=device)  # a bit for each token
+        self._allowed_host = torch.full((lanes, words), -1, dtype=torch.int32, pin_memory=self._stream is not None)
         self._bit_numbers = torch.arange(32, dtype=torch.int32, device=device)
         self._forwarded = 0
         """Lanes whose layers were run for the next draw; 0 if that is to be done again."""
@@ -181,12 +182,17 @@ class Lanes:
             self._replay(lanes, None, lambda: self._hidden[:lanes].copy_(self._states(lanes)))
         self._forwarded = lanes
 
-    def draw(self, lanes: int, allowed: NDArray[np.int32], kind: DrawKind) -> StepResults:
-        """Queue the other half; `allowed` [lanes, words] has a bit for each token that may be drawn."""
+    @property
+    def allowed(self) -> NDArray[np.int32]:
+        """[lanes, words], with a bit for each token that `draw` may draw; not to be changed before that is read."""
+        return self._allowed_host.numpy()
+
+    def draw(self, lanes: int, kind: DrawKind) -> StepResults:
+        """Queue the other half."""
         with self._queue():
             self._cursor.zero_()
             kept = self._kept_bits(lanes, 1) if kind.truncated else None
-            self._allowed[:lanes].copy_(self._upload(allowed))
+            self._allowed[:lanes].copy_(self._allowed_host[:lanes], non_blocking=True)
             self._replay(lanes, kind, lambda: self._draw(self._hidden[:lanes], lanes, kind, masked=True))
             self._forwarded = 0
             return self._fetch(lanes, 1, kept, likely=kind.likely)

@@ -351,10 +351,11 @@ class PagedCore:
         numbers = [active.lane for active in self.running]
         lanes = min(self.slots, bucket(max(numbers) + 1))
         self.lanes.forward(lanes)
-        allowed = np.full((lanes, (self.decoder.shape.vocab_size + 31) // 32), -1, np.int32)
+        allowed = self.lanes.allowed[:lanes]
+        allowed.fill(-1)
         bound = [(lane, active.request.grammar) for lane, active in zip(numbers, self.running, strict=True)]
         fill_rows(allowed, [(lane, grammar) for lane, grammar in bound if grammar is not None])
-        self._window = StepWindow(list(self.running), numbers, 1, self.lanes.draw(lanes, allowed, self._kind()))
+        self._window = StepWindow(list(self.running), numbers, 1, self.lanes.draw(lanes, self._kind()))
         for active in self.running:
             active.queued += 1
         self.lanes.forward(lanes)
