@@ -1,6 +1,11 @@
-"""Runs the `osmosis` command: `python -m osmosis_ai`."""
+"""The `osmosis` command, also as `python -m osmosis_ai`."""
 
-from osmosis_ai.cli import main
+from penstock.__main__ import run_command
+
+
+def main() -> None:
+    run_command("osmosis", "osmosis_ai.cli.app")
+
 
 if __name__ == "__main__":
     main()

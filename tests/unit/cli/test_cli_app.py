@@ -1,6 +1,8 @@
 """The rim of the command line: errors to one line, exit codes, JSON."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import typer
@@ -131,6 +133,30 @@ def test_ctrl_c_at_a_question_is_130_and_no_traceback(capsys, failing):
 def test_ctrl_c_outside_of_training_is_130(capsys, failing):
     failing(KeyboardInterrupt())
     assert run(capsys, "fail")[0] == 130
+
+
+INTERRUPTED_IMPORT = """
+import os, signal, sys
+
+class Finder:
+    def find_spec(self, name, *rest):
+        if name == "{module}.cli.app":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Finder())
+from {script} import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "module", "script"),
+    [("penstock", "penstock", "penstock.__main__"), ("osmosis", "osmosis_ai", "osmosis_ai.cli")],  # as pyproject.toml names them
+)
+def test_ctrl_c_while_a_command_is_imported_is_one_line(command, module, script):
+    code = INTERRUPTED_IMPORT.format(module=module, script=script)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", f"\n{command}: stopped by Ctrl-C\n")
 
 
 def test_a_bug_of_ours_is_not_hidden(capsys, failing):

@@ -1,5 +1,5 @@
 """The `osmosis` command line for Penstock's controller."""
 
-from osmosis_ai.cli.app import main
+from osmosis_ai.__main__ import main
 
 __all__ = ["main"]
