@@ -10,8 +10,10 @@ import pytest
 
 pytest.importorskip("llguidance")
 
+from llguidance import LLExecutor
+
 from penstock.chat.renderer import Renderer
-from penstock.engines.embedded import lanes
+from penstock.engines.embedded import grammars, lanes
 from penstock.engines.embedded.core import EngineCore
 from penstock.engines.embedded.engine import EmbeddedEngine, end_ids
 from penstock.engines.embedded.grammars import GrammarCompiler
@@ -54,8 +56,8 @@ class Model:
         decoder = load_decoder(self.folder)
         make = PagedCore if paged else EngineCore
         core = make(decoder, slots=16, cache_tokens=8192, decode=self.renderer.tokenizer.decode, **options)
-        grammars = GrammarCompiler(self.folder, decoder.shape.vocab_size)
-        return EmbeddedEngine(core, name="tiny", queue_limit=64, seed=0, stop_ids=end_ids(self.folder), grammars=grammars)
+        compiler = GrammarCompiler(self.folder, decoder.shape.vocab_size)
+        return EmbeddedEngine(core, name="tiny", queue_limit=64, seed=0, stop_ids=end_ids(self.folder), grammars=compiler)
 
     def samplings(self, count: int) -> list[Sampling]:
         """Every third request is free; some are tempered, greedy or truncated."""
@@ -85,7 +87,14 @@ def test_both_cores_draw_the_same_tokens_whoever_shares_the_batch(graphs: bool, 
         work()  # as the real one does, to warm up
         return Repeated(work)
 
+    def executor() -> LLExecutor:
+        asked.append(True)
+        return threads
+
     monkeypatch.setattr(lanes.Lanes, "_capture_work", capture)  # CUDA has no stand-in on a CPU
+    asked, threads = [], LLExecutor(3)
+    for name, value in (("MAX_LEXERS", 3), ("COMPILED_ONCE_S", 60.0), ("_executor", executor)):
+        monkeypatch.setattr(grammars, name, value)  # as on a machine with more cores
     model = Model.load()
     samplings = model.samplings(24)
     alone = asyncio.run(replies(model.engine(paged=False), model, samplings, together=False))
@@ -94,7 +103,8 @@ def test_both_cores_draw_the_same_tokens_whoever_shares_the_batch(graphs: bool, 
         for found, expected in zip(asyncio.run(replies(engine, model, samplings, together=True)), alone, strict=True):
             assert found[0] == expected[0] and found[2] == expected[2]
             assert found[1] == pytest.approx(expected[1], abs=1e-4)
-    complete = [ids for (ids, _, finish), asked in zip(alone, samplings, strict=True) if asked.grammar and finish == "stop"]
+    assert asked  # several threads
+    complete = [ids for (ids, _, finish), each in zip(alone, samplings, strict=True) if each.grammar and finish == "stop"]
     assert len(complete) > 5
     for ids in complete:
         jsonschema.validate(json.loads(model.renderer.tokenizer.decode(ids)), SCHEMA)

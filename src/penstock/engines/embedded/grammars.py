@@ -4,11 +4,14 @@ The engine and the trainer ask the same compiled grammar about the same tokens, 
 """
 
 import json
-from collections.abc import Collection, Sequence
+import os
+import time
+from collections.abc import Callable, Collection, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
 from threading import Lock
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -20,13 +23,43 @@ from penstock.records import ReplyGrammar, Sampling
 
 KEPT_GRAMMARS = 64
 """Compiled grammars that are kept; each may take some megabytes."""
+STATES_PER_LEXER = 4
+"""Running replies of one grammar from which on it is compiled once more, for another processor to use beside the first."""
+MAX_LEXERS = min(8, max(1, (os.cpu_count() or 1) // 2))
+COMPILED_ONCE_S = 0.1
+"""A grammar that takes longer is compiled once: replies would wait for it."""
+
+
+class CompiledGrammar:
+    """A grammar, compiled as often as several threads may ask it at once.
+
+    The states of one compilation share its lexer, and wait for each other there.
+    """
+
+    def __init__(self, compile_once: Callable[[], Any]) -> None:
+        self._compile = compile_once
+        started = time.perf_counter()
+        self._matchers = [compile_once()]
+        self._most = MAX_LEXERS if time.perf_counter() - started < COMPILED_ONCE_S else 1
+        self._states = [WeakSet["GrammarState"]()]
+
+    def start(self) -> "GrammarState":
+        counts = list(map(len, self._states))
+        lexer = counts.index(min(counts))
+        if counts[lexer] >= STATES_PER_LEXER and len(counts) < self._most:
+            lexer = len(counts)
+            self._matchers.append(self._compile())
+            self._states.append(WeakSet())
+        state = GrammarState(self._matchers[lexer].deep_copy(), lexer)
+        self._states[lexer].add(state)
+        return state
 
 
 class GrammarState:
     """A reply so far, and what may follow."""
 
-    def __init__(self, matcher: Any) -> None:
-        self.matcher = matcher
+    def __init__(self, matcher: Any, lexer: int = 0) -> None:
+        self.matcher, self.lexer = matcher, lexer
 
     @property
     def problem(self) -> str:
@@ -74,7 +107,7 @@ class GrammarCompiler:
         EngineError if the grammar cannot be compiled. The first call takes about a second for each 50,000 tokens.
         """
         with self._lock:
-            return GrammarState(self._compile(grammar.lark, self._ends(stop_ids)).deep_copy())
+            return self._compile(grammar.lark, self._ends(stop_ids)).start()
 
     def _ends(self, stop_ids: Collection[int]) -> tuple[int, ...]:
         if self._added is None:
@@ -85,13 +118,16 @@ class GrammarCompiler:
             self._added = frozenset(entry["id"] for entry in entries)
         return tuple(sorted(self._added.intersection(stop_ids)))
 
-    def _compiled(self, lark: str, ends: tuple[int, ...]) -> Any:
-        import llguidance
+    def _compiled(self, lark: str, ends: tuple[int, ...]) -> CompiledGrammar:
+        def compile_once() -> Any:
+            import llguidance
 
-        matcher = llguidance.LLMatcher(self._tokenizer(ends), lark, log_level=0)
-        if matcher.is_error():
-            raise EngineError(f"the grammar of the reply cannot be compiled: {matcher.get_error()}")
-        return matcher
+            matcher = llguidance.LLMatcher(self._tokenizer(ends), lark, log_level=0)
+            if matcher.is_error():
+                raise EngineError(f"the grammar of the reply cannot be compiled: {matcher.get_error()}")
+            return matcher
+
+        return CompiledGrammar(compile_once)
 
     def _read_tokenizer(self, ends: tuple[int, ...]) -> Any:
         try:
@@ -114,23 +150,24 @@ FEW_STATES = 8
 def _executor() -> Any:
     import llguidance
 
-    return llguidance.LLExecutor()
+    return llguidance.LLExecutor(MAX_LEXERS)
 
 
 def fill_rows(bits: NDArray[np.int32], states: Sequence[tuple[int, ReplyState]]) -> None:
     """Write what may follow in each state to its row of `bits` [rows, words], the lowest bit of a word first."""
     row_bytes = bits.shape[1] * 4
-    matchers: list[tuple[Any, int]] = []
+    bound: list[tuple[int, GrammarState]] = []
     for row, state in states:
         if isinstance(state, FixedChoice):
             bits[row] = state.bits
         else:
-            matchers.append((state.matcher, row))
-    if len(matchers) > FEW_STATES:
-        _executor().unsafe_compute_mask_ptr(matchers, bits.ctypes.data, row_bytes, len(bits))
+            bound.append((row, state))
+    if len(bound) > FEW_STATES and any(state.lexer for _, state in bound):
+        bound.sort(key=lambda each: each[1].lexer)  # a thread takes neighbours
+        _executor().unsafe_compute_mask_ptr([(state.matcher, row) for row, state in bound], bits.ctypes.data, row_bytes, len(bits))
         return
-    for matcher, row in matchers:
-        matcher.unsafe_compute_mask_ptr(bits.ctypes.data + row * row_bytes, row_bytes)
+    for row, state in bound:
+        state.matcher.unsafe_compute_mask_ptr(bits.ctypes.data + row * row_bytes, row_bytes)
 
 
 def allowed_rows(states: Sequence[ReplyState], vocab_size: int) -> NDArray[np.bool_]:
