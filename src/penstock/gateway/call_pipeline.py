@@ -135,7 +135,7 @@ class CallPipeline:
 
     async def count_tokens(self, session: Session, caller: Caller, call: ModelCall) -> int:
         """The length of the call's prompt."""
-        return self._source(call).length(await self._prompt(session, caller, call))
+        return await self._source(call).count_tokens(call, await self._prompt(session, caller, call))
 
     def _source(self, call: ModelCall) -> ReplySource:
         return self.policies.by_name[call.policy]

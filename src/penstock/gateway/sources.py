@@ -75,7 +75,9 @@ class ReplySource(Protocol):
         """The prompt of a call; `chains` are the digests of its tools and messages."""
         ...
 
-    def length(self, prompt: Prompt) -> int: ...
+    async def count_tokens(self, call: ModelCall, prompt: Prompt) -> int:
+        """The length of the prompt; RequestError if nobody here can count it."""
+        ...
 
     def unmet(self, call: ModelCall) -> Sequence[str]:
         """What the call asks for and is not done. They are counted."""
@@ -147,7 +149,7 @@ class TokenSource:
         prompt = await make_prompt(graph, renderer, roots, self._bound, call, chains)
         return replace(prompt, messages=tuple(map(as_text, prompt.messages)), omitted=tuple(media_of(prompt.messages)))
 
-    def length(self, prompt: Prompt) -> int:
+    async def count_tokens(self, call: ModelCall, prompt: Prompt) -> int:
         return len(prompt.ids)
 
     def unmet(self, call: ModelCall) -> Sequence[str]:
@@ -284,8 +286,11 @@ class TextEndpointSource:
         chain, reason = match.chain, match.reason
         return Prompt(ids=TokenPath(), parent=match.step, added=(), messages=new, tools=tools, chain=chain, reason=reason)
 
-    def length(self, prompt: Prompt) -> int:
-        raise no_tokens_error(self.engine.model, "its prompts cannot be counted here")
+    async def count_tokens(self, call: ModelCall, prompt: Prompt) -> int:
+        tokens = await self.engine.count_tokens(self._request(call, call.sampling))
+        if tokens is None:
+            raise no_tokens_error(self.engine.model, "its prompts cannot be counted here")
+        return tokens
 
     def unmet(self, call: ModelCall) -> Sequence[str]:
         """What the endpoint's API has no name for is left out; its log-probabilities are not given back."""
@@ -309,8 +314,11 @@ class TextEndpointSource:
         return TextEndpointReply(seed=seed, prefill=call.prefill, signed=call.dialect == "messages")
 
     def generate(self, call: ModelCall, prompt: Prompt, sampling: Sampling, *, rollout_id: str) -> AsyncGenerator[TextChunk, None]:
+        return self.engine.complete(self._request(call, sampling), rollout_id=rollout_id)
+
+    def _request(self, call: ModelCall, sampling: Sampling) -> TextRequest:
         begun: list[Message] = [{"role": "assistant", "content": call.prefill}] if call.prefill else []
-        asked = TextRequest(
+        return TextRequest(
             messages=[*call.messages, *begun],
             sampling=sampling,
             tools=[*call.tools, *call.deferred],
@@ -323,7 +331,6 @@ class TextEndpointSource:
             strict=call.strict,
             format=call.format,
         )
-        return self.engine.complete(asked, rollout_id=rollout_id)
 
     def call_text(self, prompt: Prompt, step: Step) -> str:
         return ""

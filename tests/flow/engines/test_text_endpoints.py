@@ -284,6 +284,25 @@ def test_an_anthropic_endpoint_gets_a_conversation_of_its_own_api_as_it_was_sent
     asyncio.run(work())
 
 
+def test_an_anthropic_endpoint_counts_the_tokens_of_a_request(monkeypatch):
+    async def work() -> None:
+        monkeypatch.setenv(KEY, "k" * 20)
+        async with Endpoint(Answer(b'{"input_tokens": 12}'), Answer(b"{}")) as far, gateway_to(far, "anthropic") as bench:
+            http = bench.http((await bench.rollout()).token)
+            asked = {"model": "any", **AS_SENT, "tool_choice": {"type": "auto"}}
+            answer = await http.post("/v1/messages/count_tokens", json=asked)
+            assert (answer.status_code, answer.json()) == (200, {"input_tokens": 12})
+            answer = await http.post("/v1/responses/input_tokens", json={"model": "any", "input": "Hello"})
+            assert answer.status_code == 502 and "without a number of tokens" in answer.text
+            assert far.requests[0] == asked | {"model": "far"} and far.paths == ["messages/count_tokens"] * 2
+            assert far.requests[1] == {
+                "model": "far",
+                "messages": [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}],
+            }
+
+    asyncio.run(work())
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_signature_of_an_endpoints_thinking_comes_back_to_it(stream, monkeypatch):
     thought = {"type": "thinking", "thinking": "Six sevens.", "signature": "vendor's"}

@@ -108,6 +108,8 @@ class Endpoint:
     def __init__(self, *answers: Answer) -> None:
         self._answers = list(answers)
         self.requests: list[dict[str, Any]] = []
+        self.paths: list[str] = []
+        """Where they went, after `/v1/`."""
         self.headers: list[dict[str, str]] = []
         self.url = ""
         self.lists = Answer(b"", 404)
@@ -134,6 +136,7 @@ class Endpoint:
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         self.requests.append(await request.json())
+        self.paths.append(request.match_info["path"])
         self.headers.append({name.lower(): value for name, value in request.headers.items()})
         told = self._answers.pop(0) if self._answers else Answer()
         response = web.StreamResponse(status=told.status, headers={"content-type": "text/event-stream", **told.headers})

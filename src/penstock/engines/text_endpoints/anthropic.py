@@ -8,6 +8,7 @@ import orjson
 
 from penstock.engines.text_endpoints.base import TextReplyReader, TextRequest
 from penstock.engines.text_endpoints.http import HttpTextEndpoint, TextEndpointSection
+from penstock.errors import EngineError
 from penstock.records import NO_LIMIT, Message, Sampling
 
 API_VERSION = "2023-06-01"
@@ -59,6 +60,15 @@ class AnthropicEndpoint(HttpTextEndpoint):
         named = _from_chat(request.extra)
         output: dict[str, Any] = {**body.get("output_config", {}), **named.pop("output_config", {})}
         return body | named | ({"output_config": output} if output else {})
+
+    async def count_tokens(self, request: TextRequest) -> int:
+        sampling = _sampling_fields(request.sampling)
+        body = {name: value for name, value in self.body(request).items() if name not in ("stream", *sampling)}
+        answer = await self.request_json("/count_tokens", body)
+        tokens = answer.get("input_tokens")
+        if not isinstance(tokens, int):
+            raise EngineError(f"{self.model}: the endpoint counted without a number of tokens: {str(answer)[:100]}")
+        return tokens
 
     def reader(self) -> "AnthropicReader":
         return AnthropicReader()

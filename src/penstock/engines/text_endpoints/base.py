@@ -134,6 +134,10 @@ class TextEndpoint(ABC):
         request again; after the first chunk EngineError only.
         """
 
+    async def count_tokens(self, request: TextRequest) -> int | None:
+        """The tokens of a request's prompt; None if the API cannot count them. EngineError or RequestError as `complete`."""
+        return None
+
     @abstractmethod
     async def close(self) -> None: ...
 

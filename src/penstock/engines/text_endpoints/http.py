@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import AsyncGenerator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import orjson
 from pydantic import Field, field_validator
@@ -152,6 +152,14 @@ class HttpTextEndpoint(TextEndpoint):
                     raise self._error(error, state.attempts, rollout_id) from error
                 await asyncio.sleep(wait_s)
         raise EngineError("the engine is closed")
+
+    async def request_json(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """POST `body` below the endpoint's path, once; what is no object comes back empty."""
+        try:
+            answer = await self._http.request_json(self._url + path, body)
+        except UpstreamError as error:
+            raise self._error(error, 1, "") from error
+        return cast("dict[str, Any]", answer) if isinstance(answer, dict) else {}
 
     async def close(self) -> None:
         self._closed = True
