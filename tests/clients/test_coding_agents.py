@@ -1,5 +1,6 @@
 """Coding agents as their registries ship them, set up as the page says: they use their real tools, and all of it is recorded."""
 
+import asyncio
 import json
 import os
 import re
@@ -103,19 +104,25 @@ def work(
     template: str = CHATML,
 ) -> Seen:
     """Run the page's command with `changes`, and `more` after it; `what` names it in the table of clients."""
-    [command] = blocks(agent.heading, "bash")
-    if "--sandbox" in command and not sandboxes():
-        command = command.replace("workspace-write", "danger-full-access")
-    home = {file: blocks(agent.heading, language)[0] for language, file in agent.settings.items()}
-    for old, new in changes.items():
-        command, home = command.replace(old, new), {file: text.replace(old, new) for file, text in home.items()}
-    shell = ["bash", "-euc", command.rstrip() + more]
+    command, home = set_up(agent, changes)
+    shell = ["bash", "-euc", command + more]
     name = f"{agent.heading}, {what}" if what else agent.heading
     folder = tmp_path / "work"
     seen = Trial(agent.environment, shell, script, folder, home=home, template=template, name=name, mode="as it comes").run()
     expected = OWN_APIS.get(agent.heading, "chat") if what not in ("Responses", "Messages") else what.lower()
     assert seen.left == [] and seen.apis == {expected}
     return seen
+
+
+def set_up(agent: Agent, changes: Mapping[str, str]) -> tuple[str, dict[str, str]]:
+    """The page's command and the files of its home, with `changes`."""
+    [command] = blocks(agent.heading, "bash")
+    if "--sandbox" in command and not sandboxes():
+        command = command.replace("workspace-write", "danger-full-access")
+    home = {file: blocks(agent.heading, language)[0] for language, file in agent.settings.items()}
+    for old, new in changes.items():
+        command, home = command.replace(old, new), {file: text.replace(old, new) for file, text in home.items()}
+    return command.rstrip(), home
 
 
 @cache
@@ -142,6 +149,19 @@ def test_a_coding_agent_does_its_work_and_all_of_it_is_one_exact_path(name: str,
 def test_it_does_the_same_over_its_other_apis(name: str, api: str, tmp_path: Path) -> None:
     seen = work(AGENTS[name], written(AGENTS[name]), tmp_path, what=api, changes=OTHER_APIS[name, api])
     assert_written(seen, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "way", [("codex", ""), ("claude", ""), ("opencode", ""), ("pi", "Responses"), ("qwen", "Responses")], ids=str
+)
+def test_under_the_session_key_each_of_its_runs_is_a_rollout(way: tuple[str, str], tmp_path: Path) -> None:
+    agent = AGENTS[way[0]]
+    command, home = set_up(agent, OTHER_APIS.get(way, {}))
+    twice = ["bash", "-euc", f"{command}\nrm made.txt\n{command.splitlines()[-1]}"]
+    attempts = asyncio.run(Trial(agent.environment, twice, written(agent), tmp_path / "work", home=home).run_sessions())
+    assert [len(only_path(attempt)) for attempt in attempts] == [3, 3] and {attempt.reward for attempt in attempts} == {1.0}
+    for attempt in attempts:
+        assert_trainable(attempt)
 
 
 def assert_written(seen: Seen, tmp_path: Path) -> None:
