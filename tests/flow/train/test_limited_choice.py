@@ -1,6 +1,7 @@
 """Tokens that were chosen from a part of the vocabulary: sampled, trained and verified under the same distribution."""
 
 import asyncio
+import os
 import random
 from dataclasses import replace
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from random_schemas import random_schema
 from test_gradients import assert_same
 from test_tree_forward import TreeLearner
 from training_cases import VOCAB, compute, gradients, make_decoder, random_tree, section
@@ -89,19 +91,21 @@ def test_log_probabilities_of_limited_choices_by_hand():
 SAMPLINGS = (Sampling(max_tokens=60), Sampling(max_tokens=60, temperature=0.7), Sampling(max_tokens=60, temperature=1.4))
 
 
-async def sampled_group(model: str, samplings=SAMPLINGS, *, grammar: bool = True) -> tuple[Group, AllowedReplay, object]:
-    """A group whose replies were sampled by a model, under a schema if asked; with what replays them, and the decoder."""
-    if grammar:
+async def sampled_group(
+    model: str, samplings=SAMPLINGS, *, schemas: tuple[dict[str, Any], ...] = (SCHEMA,)
+) -> tuple[Group, AllowedReplay, object]:
+    """A group whose replies were sampled by a model, under the schemas in turn; with what replays them, and the decoder."""
+    if schemas:
         pytest.importorskip("llguidance")
     folder = (await asyncio.to_thread(resolve, model, lambda *_: None)).path
     renderer = Renderer.load(folder)
     engine = open_engine(folder, name=model, section=EmbeddedSection(device="cpu"), seed=0, decode=renderer.tokenizer.decode)
     prompt = renderer.root([{"role": "user", "content": "Some JSON, please."}])
-    schema = renderer.reply_grammar(ReplyFormat(schema=SCHEMA), (), frozenset(), prompt=prompt) if grammar else None
+    grammars = [renderer.reply_grammar(ReplyFormat(schema=each), (), frozenset(), prompt=prompt) for each in schemas] or [None]
     attempts: list[Attempt] = []
     try:
         for place, sampling in enumerate(samplings):
-            asked = replace(sampling, grammar=schema, stop_ids=renderer.stop_ids, seed=place)
+            asked = replace(sampling, grammar=grammars[place % len(grammars)], stop_ids=renderer.stop_ids, seed=place)
             chunks = [chunk async for chunk in engine.generate(prompt, asked)]
             rollout = make_rollout("g", "t", place)
             node = Node(rollout_id=rollout.id, id=0, parent=None, token_ids=tuple(prompt), chain="a", messages=())
@@ -137,6 +141,24 @@ def test_engine_and_trainer_agree_on_constrained_log_probabilities(model: str):
     assert largest_gap(decoder, made.sequences) < 1e-3  # as `penstock verify` asks in float32
 
 
+FULL = os.environ.get("PENSTOCK_FAULTS") == "full"
+RANDOM = 500 if FULL else 25
+AT_ONCE = 25
+
+
+@pytest.mark.parametrize(
+    "model", ["tiny", pytest.param("smollm2-135m", marks=pytest.mark.skipif(not FULL, reason="make test-faults"))]
+)
+def test_engine_and_trainer_agree_under_random_schemas(model: str):
+    for first in range(0, RANDOM, AT_ONCE):
+        schemas = tuple(random_schema(random.Random(seed)) for seed in range(first, first + AT_ONCE))
+        samplings = [Sampling(max_tokens=100, temperature=(1.0, 0.7, 1.4)[seed % 3]) for seed in range(AT_ONCE)]
+        group, replay, decoder = asyncio.run(sampled_group(model, samplings, schemas=schemas))
+        made = sequences(group, [1.0] * AT_ONCE, replay=replay)
+        assert made.counts["tokens"] == sum(len(attempt.steps[0].completion_ids) for attempt in group.attempts)
+        assert largest_gap(decoder, made.sequences) < 1e-3  # as `penstock verify` asks in float32
+
+
 TRUNCATED = (
     Sampling(max_tokens=40, top_p=0.9),
     Sampling(max_tokens=40, top_k=12, temperature=0.8),
@@ -147,7 +169,7 @@ TRUNCATED = (
 @pytest.mark.parametrize("model", ["tiny", pytest.param("smollm2-135m", marks=[pytest.mark.slow, pytest.mark.soak])])
 @pytest.mark.parametrize("grammar", [False, True])
 def test_engine_and_trainer_agree_on_truncated_log_probabilities(model: str, grammar: bool):
-    group, _, decoder = asyncio.run(sampled_group(model, TRUNCATED, grammar=grammar))
+    group, _, decoder = asyncio.run(sampled_group(model, TRUNCATED, schemas=(SCHEMA,) if grammar else ()))
     steps = [attempt.steps[0] for attempt in group.attempts]
     assert all(len(step.kept) == len(step.completion_ids) for step in steps)
     assert from_json(Step, to_json(steps[0])) == steps[0]
@@ -162,7 +184,7 @@ def test_engine_and_trainer_agree_on_what_a_bias_leaves():
     """`logit_bias` of -100 and 100: the tokens that are left share the probability, for the engine as for the trainer."""
     few = tuple(range(40, 60))
     biased = (Sampling(max_tokens=40, banned_ids=few), Sampling(max_tokens=40, only_ids=few, temperature=0.7))
-    group, replay, decoder = asyncio.run(sampled_group("tiny", (*biased, Sampling(max_tokens=40)), grammar=False))
+    group, replay, decoder = asyncio.run(sampled_group("tiny", (*biased, Sampling(max_tokens=40)), schemas=()))
     banned, only, _ = [attempt.steps[0] for attempt in group.attempts]
     assert not set(banned.completion_ids) & set(few) and set(only.completion_ids) <= set(few) and only.finish == "length"
     made = sequences(group, [1.0, -1.0, 0.5], replay=replay)
@@ -174,7 +196,7 @@ def test_engine_and_trainer_agree_on_what_a_bias_leaves():
 
 
 def test_a_token_outside_of_what_was_kept_is_masked():
-    group, _, _ = asyncio.run(sampled_group("tiny", TRUNCATED, grammar=False))
+    group, _, _ = asyncio.run(sampled_group("tiny", TRUNCATED, schemas=()))
     [step] = group.attempts[0].steps
     wrong = replace(step, kept=(pack_set(np.zeros(1000, np.bool_)), *step.kept[1:]))
     attempts = (replace(group.attempts[0], steps=(wrong,)), *group.attempts[1:])
