@@ -70,6 +70,23 @@ def test_of_tempered_tokens_is_told_which_log_probability_is_known(server: str, 
     compare(case, server, model)
 
 
+def test_the_most_likely_tokens_are_those_of_the_embedded_engine(server: str, model: ModelFolder, request: pytest.FixtureRequest):
+    async def case(vllm: Engine, embedded: EmbeddedEngine, prompt: list[int]) -> None:
+        for temperature in (0.0, 1.0, 0.7):
+            reply = await read(vllm, prompt, Sampling(max_tokens=6, seed=3, temperature=temperature, top_logprobs=5))
+            processed = request.node.callspec.params["server"] == "processed_logprobs"
+            if temperature == 0.7 and processed:  # the server tells them of the tempered distribution only
+                assert reply.most_likely == ()
+                continue
+            for place, likely in enumerate(reply.most_likely):
+                at = [*prompt, *reply.ids[:place]]
+                [own] = (await read(embedded, at, Sampling(max_tokens=1, temperature=0.0, top_logprobs=5))).most_likely
+                assert [logprob for _, logprob in likely] == pytest.approx([logprob for _, logprob in own], abs=CLOSE)
+            assert [len(likely) for likely in reply.most_likely] == [5] * len(reply.ids)
+
+    compare(case, server, model)
+
+
 def test_seeds_stops_and_hanging_up(server: str, model: ModelFolder):
     async def case(vllm: Engine, embedded: EmbeddedEngine, prompt: list[int]) -> None:
         free = await read(vllm, prompt, Sampling(max_tokens=10, seed=3))
@@ -108,7 +125,9 @@ async def read(engine: Engine, prompt: Sequence[int], sampling: Sampling) -> Sam
     """The whole reply as one chunk."""
     chunks = [chunk async for chunk in engine.generate(prompt, sampling)]
     columns = [sum((getattr(c, name) for c in chunks), ()) for name in ("ids", "logprobs", "full_logprobs", "versions")]
-    return SampledChunk(*columns, finish=chunks[-1].finish, behaviour_known=all(chunk.behaviour_known for chunk in chunks))
+    likely = sum((chunk.most_likely for chunk in chunks), ())
+    known = all(chunk.behaviour_known for chunk in chunks)
+    return SampledChunk(*columns, finish=chunks[-1].finish, behaviour_known=known, most_likely=likely)
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ import orjson
 
 from penstock.engines.base import SampledChunk
 from penstock.http.client import ErrorKind, UpstreamError
-from penstock.records import Finish, Sampling
+from penstock.records import Finish, Sampling, TokenLogprobs
 
 MIN_LOGPROB, MAX_LOGPROB = -9999.0, 1e-3
 """Bounds of a valid log-probability: vLLM sends -9999 for minus infinity, and rounding may lift 0 a little."""
@@ -29,6 +29,11 @@ class ReplyReader(ABC):
         self._prompt = prompt
         self._greedy, self._plain = sampling.temperature == 0.0, is_plain(sampling)
         self._behaviour_known = behaviour_known
+        self._tells_plain = self._greedy or self._plain or not behaviour_known
+        """Whether the server's log-probabilities are of the plain softmax."""
+        self.wanted = sampling.top_logprobs if self._tells_plain else 0
+        """How many of the most likely tokens are read with each."""
+        self._likely: list[TokenLogprobs] = []
         self.version = version
         self._ids: list[int] = []
         self._logprobs: list[float] = []
@@ -54,14 +59,16 @@ class ReplyReader(ABC):
         if not self._ids and not self.done:
             return None
         ids, logprobs, self._ids, self._logprobs = tuple(self._ids), tuple(self._logprobs), [], []
+        likely, self._likely = tuple(self._likely), []
         return SampledChunk(
             ids=ids,
             # A greedy token had no alternative; what the server sent for it is under the plain softmax.
             logprobs=(0.0,) * len(ids) if self._greedy else logprobs,
-            full_logprobs=logprobs if self._greedy or self._plain or not self._behaviour_known else (),
+            full_logprobs=logprobs if self._tells_plain else (),
             versions=(self.version,) * len(ids),
             finish=self._finish,
             behaviour_known=self._behaviour_known,
+            most_likely=likely,
         )
 
     @abstractmethod
@@ -81,6 +88,13 @@ class ReplyReader(ABC):
         self._ids += ids
         self._logprobs += logprobs
         self._finish, self.done = reason, reason is not None
+
+    def add_likely(self, places: list[list[tuple[int, float]]]) -> None:
+        """Add the most likely tokens in the place of each of the last ones."""
+        ranked = [sorted(each, key=lambda token: token[1], reverse=True) for each in places]
+        self._likely += [tuple(each[: self.wanted]) for each in ranked]
+        if len(self._likely) != len(self._ids):
+            raise UpstreamError(f"sent the most likely tokens of {len(places)} places of others", kind="garbled")
 
 
 def _reported_error(error: Any) -> UpstreamError:

@@ -9,6 +9,7 @@ import random
 import re
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, cast
@@ -41,10 +42,16 @@ class CompletionChoice(TypedDict, total=False):
     """What one event adds to the reply; only the fields that are read."""
 
     token_ids: list[int] | None
-    logprobs: dict[str, list[float]] | None
+    logprobs: "CompletionLogprobs | None"
     prompt_token_ids: list[int] | None
     """In the first event: the prompt as the server saw it."""
     finish_reason: Literal["stop", "length"] | None
+
+
+class CompletionLogprobs(TypedDict):
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    """By `token_id:` and the id, if those were asked for; the sampled token is among them."""
 
 
 def request_body(model: str, prompt: list[int], sampling: Sampling) -> dict[str, Any]:
@@ -53,7 +60,7 @@ def request_body(model: str, prompt: list[int], sampling: Sampling) -> dict[str,
         "model": model,
         "prompt": prompt,
         "stream": True,
-        "logprobs": 0,
+        "logprobs": sampling.top_logprobs,
         "return_token_ids": True,
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
@@ -70,6 +77,8 @@ def request_body(model: str, prompt: list[int], sampling: Sampling) -> dict[str,
     if sampling.biased:
         bans, others = dict.fromkeys(sampling.banned_ids, -100), dict.fromkeys(sampling.only_ids, 100)
         body["logit_bias"] = {str(token_id): bias for token_id, bias in (others | bans).items()}
+    if sampling.top_logprobs:
+        body["return_tokens_as_token_ids"] = True
     return body if sampling.seed is None else body | {"seed": sampling.seed}
 
 
@@ -88,12 +97,17 @@ class VllmReader(ReplyReader):
             )
         scores = choice.get("logprobs")
         self.add(choice["token_ids"] or [], scores["token_logprobs"] if scores else [], choice.get("finish_reason"))
+        if scores and self.wanted:
+            self.add_likely(
+                [[(int(name.removeprefix("token_id:")), x) for name, x in one.items()] for one in scores["top_logprobs"]]
+            )
 
 
 def picture_request(model: str, prompt: list[int], sampling: Sampling, pictures: Sequence[SentPicture]) -> dict[str, Any]:
     """For the route that takes token ids with pictures. The server puts the tokens of each into the place of its one token."""
     around = ("model", "prompt", "stream", "return_token_ids")
-    settings = {name: value for name, value in request_body(model, prompt, sampling).items() if name not in around}
+    asked = replace(sampling, top_logprobs=0)  # that route tells them otherwise
+    settings = {name: value for name, value in request_body(model, prompt, asked).items() if name not in around}
     return {
         "model": model,
         "token_ids": collapsed(prompt, [picture.place for picture in pictures]),
