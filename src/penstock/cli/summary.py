@@ -88,7 +88,7 @@ def next_command(result: TrainingResult) -> str:
         return resume.command
     if learned_nothing(summary):
         return f"{resume.command} {resume.fresh_option}"
-    if resume.evaluate and summary.checkpoint:
+    if resume.evaluate and summary.checkpoint and summary.updates != 0:
         return f"{resume.evaluate} --model {shlex.quote(summary.checkpoint)}"
     return longer_command(result)
 

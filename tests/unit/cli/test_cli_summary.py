@@ -122,6 +122,12 @@ def test_a_trial_of_few_steps_need_not_learn():
     assert not learned_nothing(training_result(updates=0, steps=2).summary)
 
 
+def test_a_short_trial_without_an_update_has_no_checkpoint_to_evaluate():
+    resume = ResumeCommand("penstock train a.toml", evaluate="penstock eval run a.toml")
+    result = replace(training_result(updates=0, steps=2), resume=resume)
+    assert next_command(result) == "penstock train a.toml --set train.steps=4"
+
+
 def test_the_next_command_evaluates_the_checkpoint_and_repeats_no_setting():
     resume = ResumeCommand("penstock train a.toml --set train.steps=5 --set train.lr=1e-5", evaluate="penstock eval run a.toml")
     result = replace(training_result(updates=9), resume=resume)
