@@ -17,7 +17,7 @@ from penstock.errors import EngineError, PenstockError, WorkerLost
 from penstock.events import Events
 from penstock.rollout.loop_watchdog import AuthorWork, BlockedLoop, LoopWatchdog
 from penstock.sdk.workflow import ConcurrencyConfig
-from penstock.system.async_tools import leaf_errors
+from penstock.system.async_tools import leaf_errors, retrieve_exception
 
 T = TypeVar("T")
 
@@ -56,7 +56,7 @@ class AuthorTasks:
             watched = AuthorWork(what, timeout_s, self._watchdog)
         # `asyncio.wait` instead of `asyncio.timeout`: the author's code may swallow its cancellation, and we must not wait on.
         task = asyncio.create_task(self._run_named(work, error, what, watched))
-        task.add_done_callback(_retrieve_exception)
+        task.add_done_callback(retrieve_exception)
         try:
             await asyncio.wait({task}, timeout=timeout_s)
             late = not task.done()
@@ -167,11 +167,6 @@ def _awaited(coroutine: object) -> Iterator[object]:
     while coroutine is not None:
         yield coroutine
         coroutine = getattr(coroutine, "cr_await", None)
-
-
-def _retrieve_exception(task: asyncio.Task[Any]) -> None:
-    # asyncio logs "exception was never retrieved" for a task that failed while it was cancelled.
-    _ = task.cancelled() or task.exception()
 
 
 class Slots:

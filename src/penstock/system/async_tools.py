@@ -13,12 +13,18 @@ SHIELDED_S = 30.0
 async def finish_shielded(work: Coroutine[Any, Any, T]) -> T:
     """Await a short write to its end; a cancellation that comes meanwhile is raised afterwards."""
     job = asyncio.create_task(work)
+    job.add_done_callback(retrieve_exception)
     try:
         return await asyncio.shield(job)
     except asyncio.CancelledError:
         # A shield protects `job`, but returns at once: without this wait the caller could close what `job` still writes to.
         await asyncio.wait({job}, timeout=SHIELDED_S)
         raise
+
+
+def retrieve_exception(task: asyncio.Task[Any]) -> None:
+    """For a task that may fail while nobody waits any more: asyncio prints a traceback of an exception that was never retrieved."""
+    _ = task.cancelled() or task.exception()
 
 
 def leaf_errors(error: BaseException) -> Iterator[BaseException]:
