@@ -190,7 +190,7 @@ def test_a_message_is_read_block_by_block_and_cached_tokens_count():
         {"type": "content_block_delta", "index": 1, "delta": {"type": "input_json_delta", "partial_json": '{"x": 1}'}},
         {"type": "content_block_stop", "index": 1},
     )
-    assert parts == [ReasoningPart("hm"), ToolCallPart("t", "add"), ArgumentsPart('{"x": 1}')]
+    assert parts == [ReasoningPart("hm"), ReasoningPart("", "s"), ToolCallPart("t", "add"), ArgumentsPart('{"x": 1}')]
     for event in (
         {"type": "message_delta", "delta": {"stop_reason": "tool_use"}, "usage": {"output_tokens": 9}},
         {"type": "message_stop"},
