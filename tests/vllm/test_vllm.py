@@ -1,13 +1,16 @@
 """A real vLLM server on the CPU against the embedded engine; runs where $PENSTOCK_VLLM names the folder that `install.py` made."""
 
 import asyncio
+import json
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing
 
+import jsonschema
 import pytest
 import torch
 from vllm_server import HOME, metric, vllm_server
 
+from penstock.chat.renderer import Renderer
 from penstock.chat.tokenizer import Tokenizer
 from penstock.config import EngineSection
 from penstock.engines import ENGINES
@@ -15,9 +18,11 @@ from penstock.engines.base import Engine, SampledChunk
 from penstock.engines.embedded.decoder import causal
 from penstock.engines.embedded.engine import EmbeddedEngine
 from penstock.engines.servers.vllm import VllmSection
+from penstock.engines.token_sets import unpack_sets
 from penstock.models.cache import ModelFolder
 from penstock.models.pull import resolve
-from penstock.records import Sampling
+from penstock.records import ReplyFormat, Sampling, Step
+from penstock.train.allowed import AllowedReplay
 
 CLOSE = 1e-3
 """Of two float32 implementations of one model; measured: 3e-5."""
@@ -87,6 +92,26 @@ def test_the_most_likely_tokens_are_those_of_the_embedded_engine(server: str, mo
     compare(case, server, model)
 
 
+def test_a_reply_follows_its_schema_under_the_distribution_that_the_trainer_replays(
+    server: str, model: ModelFolder, request: pytest.FixtureRequest
+):
+    schema = {"type": "object", "properties": {"a": {"enum": ["x", "yz"]}, "b": {"type": "integer", "minimum": 10, "maximum": 99}}}
+    schema |= {"required": ["a", "b"], "additionalProperties": False}
+    renderer = Renderer.load(model.path)
+
+    async def case(vllm: Engine, embedded: EmbeddedEngine, prompt: list[int]) -> None:
+        grammar = renderer.reply_grammar(ReplyFormat(schema=schema), (), frozenset(), prompt=prompt)
+        asked = Sampling(max_tokens=60, seed=3, grammar=grammar, stop_ids=renderer.stop_ids)
+        reply = await read(vllm, prompt, asked)
+        assert reply.finish == "stop"
+        jsonschema.validate(json.loads(renderer.tokenizer.decode(reply.ids)), schema)
+        allowed = allowed_rows(model, embedded, asked, reply.ids)
+        if request.node.callspec.params["server"] == "processed_logprobs":
+            assert reply.logprobs == pytest.approx(scores(embedded, prompt, reply.ids, allowed), abs=CLOSE)
+
+    compare(case, server, model)
+
+
 def test_seeds_stops_and_hanging_up(server: str, model: ModelFolder):
     async def case(vllm: Engine, embedded: EmbeddedEngine, prompt: list[int]) -> None:
         free = await read(vllm, prompt, Sampling(max_tokens=10, seed=3))
@@ -130,10 +155,32 @@ async def read(engine: Engine, prompt: Sequence[int], sampling: Sampling) -> Sam
     return SampledChunk(*columns, finish=chunks[-1].finish, behaviour_known=known, most_likely=likely)
 
 
+def allowed_rows(model: ModelFolder, embedded: EmbeddedEngine, sampling: Sampling, ids: tuple[int, ...]) -> torch.Tensor:
+    """What the grammar allows in the place of each of `ids`, as the trainer replays it, [ids, vocabulary]."""
+    vocabulary = embedded.decoder.shape.vocab_size
+    step = Step(
+        rollout_id="r",
+        index=0,
+        node=0,
+        transcript="main",
+        completion_ids=ids,
+        logprobs=(),
+        versions=(0,) * len(ids),
+        sampling=sampling,
+        finish="stop",
+        message={"role": "assistant", "content": ""},
+        chain="",
+    )
+    replayed = AllowedReplay(model.path, vocabulary)(step)
+    assert not replayed.problem
+    return torch.from_numpy(unpack_sets(replayed.allowed, vocabulary))
+
+
 @torch.no_grad()
-def scores(embedded: EmbeddedEngine, prompt: list[int], ids: tuple[int, ...]) -> list[float]:
-    """The log-probabilities that the embedded engine's weights give to `ids` after `prompt`."""
+def scores(embedded: EmbeddedEngine, prompt: list[int], ids: tuple[int, ...], allowed: torch.Tensor | None = None) -> list[float]:
+    """The log-probabilities that the embedded engine's weights give to `ids` after `prompt`, among the allowed tokens."""
     every = torch.tensor([*prompt, *ids])
     hidden = embedded.decoder(every[None], torch.arange(len(every))[None], causal)
-    logprobs = embedded.decoder.logits(hidden[0, len(prompt) - 1 : -1]).log_softmax(-1)
+    logits = embedded.decoder.logits(hidden[0, len(prompt) - 1 : -1])
+    logprobs = (logits if allowed is None else logits.masked_fill(~allowed, -torch.inf)).log_softmax(-1)
     return logprobs.gather(-1, every[len(prompt) :, None])[:, 0].tolist()

@@ -12,7 +12,10 @@ from penstock.records import ReplyFormat, ReplyGrammar
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 WHITESPACE = r"( |\n[ \t]{0,20})?"
-"""Between the tokens of JSON: compact, spaced and indented forms. With more freedom, weak models write white space without end."""
+"""Bounded: with more freedom, weak models write white space without end."""
+SPACING = {"whitespace_flexible": False, "item_separator": f",{WHITESPACE}", "key_separator": ":( )?"}
+"""White space of JSON, after commas and colons only. Every llguidance since 1.3 reads this alike, so that the trainer replays what
+a vLLM server allowed; a `whitespace_pattern` may repeat before 1.8."""
 FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"})
 """Formats of strings that are enforced; any other one is an annotation, as the standard has it."""
 SCHEMA_LISTS, SCHEMA_MAPS = ("anyOf", "oneOf", "allOf", "prefixItems"), ("properties", "$defs", "definitions", "patternProperties")
@@ -124,7 +127,7 @@ def _problem(lark: str) -> str:
 
 
 def _json(schema: dict[str, Any]) -> str:
-    return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}})
+    return "%json " + json.dumps({**schema, "x-guidance": SPACING})
 
 
 def _checked(schema: dict[str, Any] | None) -> dict[str, Any]:

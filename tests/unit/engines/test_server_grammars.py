@@ -14,7 +14,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
 
 
 def test_vllm_gets_the_grammar_that_the_trainer_replays():
-    assert vllm.request_body("m", [1], Sampling(grammar=GRAMMAR))["structured_outputs"] == {"grammar": "start: /x/"}
+    assert vllm.request_body("m", [1], Sampling(grammar=GRAMMAR))["structured_outputs"] == {"grammar": "%llguidance {}\nstart: /x/"}
     assert "structured_outputs" not in vllm.request_body("m", [1], Sampling())
 
 

@@ -37,6 +37,10 @@ from penstock.http.client import HttpClient, UpstreamError
 from penstock.records import PlacedPicture, Sampling
 from penstock.system.async_tools import finish_shielded
 
+LLGUIDANCE = "%llguidance {}"
+"""A first line that xgrammar refuses, so that the server's `auto` takes llguidance: xgrammar reads such grammars too since 0.2, and
+leaves out what says where white space may be."""
+
 
 class CompletionChoice(TypedDict, total=False):
     """What one event adds to the reply; only the fields that are read."""
@@ -73,7 +77,7 @@ def request_body(model: str, prompt: list[int], sampling: Sampling) -> dict[str,
         "stop_token_ids": list(sampling.stop_ids),
     }
     if sampling.grammar is not None:  # as a grammar also where a schema would do: the trainer replays what the server enforces
-        body["structured_outputs"] = {"grammar": sampling.grammar.lark}
+        body["structured_outputs"] = {"grammar": f"{LLGUIDANCE}\n{sampling.grammar.lark}"}
     if sampling.biased:
         bans, others = dict.fromkeys(sampling.banned_ids, -100), dict.fromkeys(sampling.only_ids, 100)
         body["logit_bias"] = {str(token_id): bias for token_id, bias in (others | bans).items()}
