@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import random
 from itertools import product
 
 import pytest
 from anthropic import AsyncAnthropic
 from gateway_cases import TOOL, USER, renderer
 from openai import AsyncOpenAI
+from random_requests import random_request
 from text_endpoint_cases import KEY, Answer, Both, Endpoint, gateway_before, gateway_to, message_stream
 
 from penstock.testing import ScriptedEngine, ScriptedReply
@@ -353,6 +355,24 @@ def test_what_the_endpoints_api_has_no_name_for_is_left_out_and_counted(kind, pa
             answer = await bench.http(session.token).post(path, json={"model": "any", **said, **effort, **fields})
             assert answer.status_code == 200 and not fields.keys() & far.requests[0].keys(), answer.text
             assert bench.gateway.counts == {f"ignored:{name}": 1 for name in fields}
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_random_request_is_refused_on_its_way_to_an_endpoint(kind, path, monkeypatch):
+    dice = random.Random(f"{kind} {path}")
+
+    async def work() -> None:
+        monkeypatch.setenv(KEY, "k" * 20)
+        answers = [Answer(message_stream({"type": "text", "text": "42"}))] * 200 if kind == "anthropic" else []
+        async with Endpoint(*answers) as far, gateway_to(far, kind) as bench:
+            http = bench.http((await bench.rollout()).token)
+            for _ in range(60):
+                body = random_request(dice, path)
+                assert (await http.post(path, json=body)).status_code == 200, body
+            assert len(far.requests) >= 60
 
     asyncio.run(work())
 
