@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from penstock.errors import EngineError, PenstockError, WorkerLost
 from penstock.events import Events
-from penstock.rollout.loop_watchdog import AuthorWork, BlockedLoop, LoopWatchdog
+from penstock.rollout.loop_watchdog import HELD_REMEDY, AuthorWork, BlockedLoop, LoopWatchdog
 from penstock.sdk.workflow import ConcurrencyConfig
 from penstock.system.async_tools import leaf_errors, retrieve_exception
 
@@ -63,6 +63,8 @@ class AuthorTasks:
         finally:
             if not task.done():
                 await self._cancel(task, what)
+        if watched is not None and watched.held:
+            raise error(f"{what}: kept the interpreter to itself at {watched.blocked}; {HELD_REMEDY}")
         if watched is not None and watched.blocked:
             self._move_to_thread(watched)
         if late:

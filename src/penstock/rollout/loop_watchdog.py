@@ -3,6 +3,9 @@
 A blocked loop serves no gateway: a blocking client would wait for ever for the reply that its own thread must send. A thread sends
 the loop a callback now and then. If that stays unanswered, it sends the main thread a signal: the handler runs inside the blocking
 call, where the context variable tells whose code it is, and the frame where it is.
+
+Native code may keep the interpreter to itself, so that the thread does not run either. A timer of the kernel, which the thread
+puts off as long as it lives, sends a signal then. Regular expressions and large integers look for signals; other code may not.
 """
 
 import asyncio
@@ -26,9 +29,14 @@ NOTICE_S = 2.0
 BREAK_S = 10.0
 """One of this length is broken off, or sooner if its deadline is."""
 POLL_S = 0.5
+HELD_S = 10.0
+"""Native code that lets no other thread run for so long is broken off, if it looks for signals."""
 SIGNAL = getattr(signal, "SIGURG", None)
 """Ignored by default, and used by no library that an agent may import. None on Windows: nothing is broken off there."""
+TIMER_SIGNAL = getattr(signal, "SIGVTALRM", None)
+"""Of the timer that counts the process's computing, which agents leave alone, unlike `signal.alarm`."""
 REMEDY = "use the async client or framework call, or wrap the blocking one in `await asyncio.to_thread(…)`"
+HELD_REMEDY = 'bound what it computes, or set rollout.executor = "process"'
 
 
 class BlockedLoop(asyncio.CancelledError):
@@ -46,6 +54,8 @@ class AuthorWork:
     blocked: str = ""
     """Where it blocked the loop for too long; empty if it did not."""
     broken_off: bool = False
+    held: bool = False
+    """Whether it kept the interpreter to itself: a thread of its own would not help."""
 
 
 _current: contextvars.ContextVar[AuthorWork | None] = contextvars.ContextVar("penstock_author_work", default=None)
@@ -76,6 +86,10 @@ class LoopWatchdog:
         self._works: set[AuthorWork] = set()
         self._thread: threading.Thread | None = None
         self._block: _Block | None = None
+        self._alive = 0.0
+        """When the thread last ran, by `own_time` of the loop's thread."""
+        self._held = False
+        """Whether it did not run for `HELD_S` and the loop has not answered since."""
         self._told: set[str] = set()
 
     @contextmanager
@@ -94,8 +108,10 @@ class LoopWatchdog:
     def _start(self) -> None:
         if self._thread is None or not self._thread.is_alive():
             owner = threading.current_thread()
-            if SIGNAL is not None and owner is threading.main_thread() and signal.getsignal(SIGNAL) is not _on_signal:
+            if SIGNAL is not None and TIMER_SIGNAL is not None and owner is threading.main_thread():
                 signal.signal(SIGNAL, _on_signal)
+                signal.signal(TIMER_SIGNAL, _on_timer)
+                signal.siginterrupt(TIMER_SIGNAL, False)  # it may come while libraries read and write in other threads
             watch = (asyncio.get_running_loop(), owner)
             # In an empty context: threads inherit ours, and this one outlives the rollout that starts it.
             self._thread = threading.Thread(target=self._watch, args=watch, daemon=True, name="penstock-loop-watchdog")
@@ -103,20 +119,34 @@ class LoopWatchdog:
 
     def _watch(self, loop: asyncio.AbstractEventLoop, owner: threading.Thread) -> None:
         wait = threading.Event().wait
+        self._alive = own_time(owner)
         while self._works:
+            self._put_off_timer(owner)
             answered = threading.Event()
             try:
                 loop.call_soon_threadsafe(answered.set)
             except RuntimeError:  # the loop is closed
-                return
+                break
             if _stays_silent(answered, owner):
                 self._follow(answered, owner)
+            self._held = False
             wait(POLL_S)
+        if TIMER_SIGNAL is not None:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+
+    def _put_off_timer(self, owner: threading.Thread) -> None:
+        self._held, self._alive = self._is_held(owner), own_time(owner)
+        if TIMER_SIGNAL is not None and signal.getsignal(TIMER_SIGNAL) is _on_timer:
+            signal.setitimer(signal.ITIMER_VIRTUAL, HELD_S)
+
+    def _is_held(self, owner: threading.Thread) -> bool:
+        return self._held or own_time(owner) - self._alive >= 0.9 * HELD_S  # the timer's clock is not quite ours
 
     def _follow(self, answered: threading.Event, owner: threading.Thread) -> None:
         """Tells of a block, breaks it off when it is time, and returns when it is over."""
         self._block = block = _Block()
         while self._works:
+            self._put_off_timer(owner)
             self._look(owner)  # again and again: the first look may find an import, and the error may be swallowed
             if answered.wait(POLL_S):
                 break
@@ -141,11 +171,26 @@ class LoopWatchdog:
             return
         if _is_importing(frame):
             return
+        if self._held:
+            self._break_off_held(work, frame)
         if block.work is None:
             block.since, block.where, block.work = own_time(threading.current_thread()), self._where(frame), work
         elif block.over and block.work is work:
             self._break_off(work)
             raise BlockedLoop(work.blocked)
+
+    def on_timer(self, work: AuthorWork, frame: FrameType) -> None:
+        """Runs in the main thread after the process has computed for `HELD_S`, perhaps in other threads."""
+        if self._is_held(threading.current_thread()) and not _is_importing(frame):
+            self._break_off_held(work, frame)
+        signal.setitimer(signal.ITIMER_VIRTUAL, HELD_S)
+
+    def _break_off_held(self, work: AuthorWork, frame: FrameType) -> None:
+        where = self._where(frame)
+        self._tell_once(work.what, where, f"keeps the interpreter to itself at {where}: nothing else runs; {HELD_REMEDY}")
+        if self._breaks_off:
+            work.blocked, work.held = where, True
+            raise BlockedLoop(where)
 
     def _break_off(self, work: AuthorWork) -> None:
         """Cancels the work, which may swallow the error, and all that runs the same code: it would block the loop next."""
@@ -155,12 +200,14 @@ class LoopWatchdog:
                 each.task.cancel()
 
     def _tell(self, block: _Block) -> None:
-        what = block.work.what if block.work else "the agent"
-        if block.where not in self._told:
-            self._told.add(block.where)
-            waiting = "the gateway and all other rollouts" if self._breaks_off else "all other rollouts of this process"
-            text = f"{what} blocks the event loop at {block.where}: {waiting} wait; {REMEDY}"
-            self._events.emit("loop.blocked", what=what, where=block.where, text=text)
+        waiting = "the gateway and all other rollouts" if self._breaks_off else "all other rollouts of this process"
+        text = f"blocks the event loop at {block.where}: {waiting} wait; {REMEDY}"
+        self._tell_once(block.work.what if block.work else "the agent", block.where, text)
+
+    def _tell_once(self, what: str, where: str, text: str) -> None:
+        if where not in self._told:
+            self._told.add(where)
+            self._events.emit("loop.blocked", what=what, where=where, text=f"{what} {text}")
 
     def _where(self, frame: FrameType, *, own_only: bool = False) -> str:
         """Returns the author's innermost line with its source; with `own_only`, an empty string if there is none."""
@@ -198,6 +245,12 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
     work = _current.get()
     if work is not None and frame is not None:
         work.watchdog.on_signal(work, frame)
+
+
+def _on_timer(number: int, frame: FrameType | None) -> None:
+    work = _current.get()
+    if work is not None and frame is not None:
+        work.watchdog.on_timer(work, frame)
 
 
 def _stack(frame: FrameType | None) -> Iterator[FrameType]:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -178,6 +179,24 @@ def test_a_blocking_grader_is_run_again_in_a_thread():
     trial = Trial(run, "42", grade=grade)
     assert (trial.ends, trial.attempts[0].reward, trial.attempts[0].rollout.attempt) == ([End.COMPLETED], 0.5, 1)
     assert threads == [True, False]
+
+
+def test_native_code_that_keeps_the_interpreter_is_named_and_fails_its_rollout_alone(monkeypatch):
+    monkeypatch.setattr(loop_watchdog, "HELD_S", 1.0)
+
+    async def run(ctx):
+        await ctx.openai().chat.completions.create(model="any", messages=ctx.prompt)
+        if not held:
+            held.append(True)
+            re.match("(a+)+$", "a" * 60 + "b")  # blocks, and lets no thread run that could tell
+
+    held = []
+    trial = Trial(run, *["42"] * 4, count=3)
+    assert sorted(trial.ends) == [End.AGENT_ERROR, End.COMPLETED, End.COMPLETED]
+    [failed] = [attempt for attempt in trial.attempts if attempt.end == End.AGENT_ERROR]
+    assert re.search(r"kept the interpreter to itself at test_blocked_loop.py, line \d+ \(`re.match", failed.message)
+    assert 'set rollout.executor = "process"' in failed.message
+    assert any("re.match" in where for where in trial.blocked_at), trial.blocked_at
 
 
 def test_a_short_block_is_told_once_and_goes_on():
