@@ -42,6 +42,8 @@ class Agent(NamedTuple):
     """Its files in the home folder, by the language of the block under its heading that is their text."""
     ending: str = "Done."
     """How it is told that the work is done."""
+    mode: str = "stream"
+    """How it takes replies, unless told otherwise."""
 
 
 AGENTS = {
@@ -58,6 +60,7 @@ AGENTS = {
         "mini-swe-agent",
         lambda text: call("bash", command=text),
         ending=call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),
+        mode="whole",
     ),
     "opencode": Agent(
         "opencode",
@@ -68,7 +71,11 @@ AGENTS = {
     "pi": Agent("pi", "npm", lambda text: call("bash", command=text), {"json": ".pi/agent/models.json"}),
     "continue": Agent("Continue", "npm", lambda text: call("Bash", command=text), {"yaml": ".continue/config.yaml"}),
     "openhands": Agent(
-        "OpenHands SDK", "openhands", lambda text: call("terminal", command=text), ending=call("finish", message="Done.")
+        "OpenHands SDK",
+        "openhands",
+        lambda text: call("terminal", command=text),
+        ending=call("finish", message="Done."),
+        mode="whole",
     ),
 }
 AIDER = Agent("aider", "aider", str, {"json": ".aider.model.metadata.json", "yaml": ".aider.model.settings.yml"})
@@ -102,13 +109,14 @@ def work(
     more: str = "",
     changes: Mapping[str, str] = MappingProxyType({}),
     template: str = CHATML,
+    mode: str = "",
 ) -> Seen:
     """Run the page's command with `changes`, and `more` after it; `what` names it in the table of clients."""
     command, home = set_up(agent, changes)
     shell = ["bash", "-euc", command + more]
     name = f"{agent.heading}, {what}" if what else agent.heading
     folder = tmp_path / "work"
-    seen = Trial(agent.environment, shell, script, folder, home=home, template=template, name=name, mode="as it comes").run()
+    seen = Trial(agent.environment, shell, script, folder, home=home, template=template, name=name, mode=mode or agent.mode).run()
     expected = OWN_APIS.get(agent.heading, "chat") if what not in ("Responses", "Messages") else what.lower()
     assert seen.left == [] and seen.apis == {expected}
     return seen
@@ -143,6 +151,15 @@ def written(agent: Agent) -> Script:
 @pytest.mark.parametrize("name", AGENTS)
 def test_a_coding_agent_does_its_work_and_all_of_it_is_one_exact_path(name: str, tmp_path: Path) -> None:
     assert_written(work(AGENTS[name], written(AGENTS[name]), tmp_path), tmp_path)
+
+
+STREAMED = {"LLM(": "LLM(stream=True, ", "agent=agent,": "agent=agent, token_callbacks=[lambda chunk: None],"}
+
+
+@pytest.mark.parametrize("api", ["", "Messages"])  # over Responses litellm asks for the whole and makes the stream up
+def test_openhands_does_the_same_streamed(api: str, tmp_path: Path) -> None:
+    agent, changes = AGENTS["openhands"], OTHER_APIS.get(("openhands", api), {})
+    assert_written(work(agent, written(agent), tmp_path, what=api, mode="stream", changes=STREAMED | changes), tmp_path)
 
 
 @pytest.mark.parametrize(("name", "api"), OTHER_APIS, ids=lambda value: value.lower())
@@ -272,14 +289,16 @@ def test_a_deferred_tool_of_claude_code_is_found_shown_and_called_on_the_same_pa
     assert_trainable(seen.attempt)
 
 
+@pytest.mark.parametrize("option", ["", " --no-stream"])
 @pytest.mark.parametrize("api", ["Chat Completions", "Responses", "Messages"])
-def test_aider_edits_a_file_and_writes_its_prompt_anew_for_each_call(api: str, tmp_path: Path) -> None:
+def test_aider_edits_a_file_and_writes_its_prompt_anew_for_each_call(api: str, option: str, tmp_path: Path) -> None:
     def script(prompt: str) -> str:
         return f"made.txt\n```\nhello{' world' * ('none' in last_turn(prompt))}\n```\n"
 
     fails = " --auto-test --test-cmd 'grep world made.txt || { echo none; exit 1; }'"
     name = {"Responses": "openai/responses/any", "Messages": "anthropic/any"}.get(api, "openai/any")
-    seen = work(AIDER, script, tmp_path, what=api, more=fails, changes={"openai/any": name})
+    mode = "whole" if option or api == "Responses" else "stream"
+    seen = work(AIDER, script, tmp_path, what=api, more=option + fails, changes={"openai/any": name}, mode=mode)
     assert (tmp_path / "work" / "made.txt").read_text() == "hello world\n"
     assert [len(path) for path in paths(seen.attempt)] == [1, 1] and breaks(seen.attempt) == ["history_edited"]
     assert_trainable(seen.attempt)
