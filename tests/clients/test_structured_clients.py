@@ -43,6 +43,7 @@ WAYS = [
         Way("dspy", "structured_dspy.py", f"{api}-{adapter}")
         for api in ("chat", "responses", "messages")
         for adapter in ("json", "chat", "native")
+        if api != "responses" or adapter == "native"
     ),
     *(Way("adk", "structured_adk.py", way) for way in ("chat", "chat-tools", "messages")),
     *(Way("inspect", "structured_inspect.py", api) for api in ("chat", "responses", "messages")),
@@ -54,7 +55,10 @@ WAYS = [
 ]
 
 
-ONLY_WHOLE = [(Way("harbor", "structured_harbor.py", "chat"), "whole")]
+ONLY_WHOLE = [
+    (Way("harbor", "structured_harbor.py", "chat"), "whole"),
+    *((Way("dspy", "structured_dspy.py", f"responses-{adapter}"), "whole") for adapter in ("json", "chat")),
+]
 
 
 @pytest.mark.slow
