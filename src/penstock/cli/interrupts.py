@@ -67,8 +67,10 @@ class Interrupts:
         self._to_watcher.setblocking(False)
         patience_s = BLOCKED_S + GRACE_S + 1
         command = [sys.executable, "-I", "-S", signal_watcher.__file__, str(os.getpid()), str(patience_s)]
+        # What an agent could read there: nothing but where shared libraries are, which an interpreter may need.
+        environment = {name: value for name, value in os.environ.items() if name == "LD_LIBRARY_PATH"}
         with read:
-            self._watcher = subprocess.Popen(command, stdin=read.fileno())
+            self._watcher = subprocess.Popen(command, stdin=read.fileno(), env=environment)
 
     def _take_signals(self) -> None:
         """Again each second: an agent, or a library of its, may set handlers of its own."""

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -120,6 +121,16 @@ def test_one_signal_ends_a_loop_that_is_blocked(number, block):
 def test_an_agent_cannot_take_the_signals_away(ignore):
     body = f"{ignore}\n        while True: await asyncio.sleep(0.05); os.kill(os.getpid(), signal.SIGTERM)"
     assert "told" in ran(body, grace=0.1).stdout
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="no /proc here")
+def test_an_agent_finds_no_key_in_the_environment_of_the_process_beside_the_run(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    body = """
+        [watcher] = open(f"/proc/self/task/{os.getpid()}/children").read().split()
+        print("it has", open(f"/proc/{watcher}/environ").read(), flush=True)"""
+    told = ran(body).stdout
+    assert "it has" in told and "secret" not in told
 
 
 def test_a_thread_that_never_ends_keeps_neither_the_loop_nor_the_process():
