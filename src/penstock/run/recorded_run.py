@@ -66,6 +66,8 @@ async def open_recorded_run(path: Path, *, channel: str, limit: int | None = Non
     async with open_pool_at(find_pool(path)) as pool:
         stats = await pool.stats(channel)
         if not stats.steps:
-            raise ConfigError(f"{path}: no step has been recorded in channel {channel!r} yet; wait for it, or name another channel")
+            others = [f"--channel {name}" for name in await pool.channels() if name != channel]
+            remedy = f"take {' or '.join(others)}" if others else "wait for it"
+            raise ConfigError(f"{path}: no step has been recorded in channel {channel!r} yet; {remedy}")
         first = 0 if limit is None else max(0, stats.last_seq + 1 - limit)
         yield RecordedRun(folder=folder, config=config, pool=pool, channel=channel, first_seq=first, last_seq=stats.last_seq)

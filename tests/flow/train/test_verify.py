@@ -263,7 +263,7 @@ def test_a_run_without_steps_is_refused_before_torch_is_loaded(run):
 
 
 def test_a_run_without_steps_is_refused_in_one_line(capsys, run):
-    assert "no step has been recorded in channel 'val'" in refused(capsys, run, "--channel", "val")
+    assert "no step has been recorded in channel 'val' yet; take --channel train" in refused(capsys, run, "--channel", "val")
     (run / "pool.db").unlink()
     assert "no pool.db yet" in refused(capsys, run)
     assert not (run / "pool.db").exists()
