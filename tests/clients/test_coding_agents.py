@@ -188,7 +188,8 @@ def assert_written(seen: Seen, tmp_path: Path) -> None:
     roles = [role for role, _, _ in said[-5:]]
     assert len(seen.attempt.steps) == 3 and roles == ["assistant", "tool", "assistant", "tool", "assistant"]
     assert "Write hello to made.txt" in "".join(text for role, text, _ in said if role == "user")
-    assert all("hello" in text for role, text, _ in said if role == "tool")
+    results = [str(text) for role, text, _ in said if role == "tool"]
+    assert all("hello" in text for text in results), results
     assert_trainable(seen.attempt)
 
 
