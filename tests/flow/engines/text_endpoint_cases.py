@@ -85,7 +85,7 @@ def message_stream(*blocks: dict[str, Any], stop: str = "end_turn") -> bytes:
         deltas = {"text": "text_delta", "thinking": "thinking_delta", "signature": "signature_delta"}
         empty = {key: "" if key in deltas else value for key, value in block.items()}
         events.append({"type": "content_block_start", "index": index, "content_block": empty})
-        for key in deltas.keys() & block.keys() if block["type"] != "tool_use" else ():
+        for key in [each for each in deltas if each in block] if block["type"] != "tool_use" else ():
             events.append({"type": "content_block_delta", "index": index, "delta": {"type": deltas[key], key: block[key]}})
         events.append({"type": "content_block_stop", "index": index})
     events += [{"type": "message_delta", "delta": {"stop_reason": stop}, "usage": usage}, {"type": "message_stop"}]
