@@ -16,4 +16,4 @@ finally:
 def test_the_command_looks_for_garbage_seldom_and_importing_it_changes_nothing():
     found = subprocess.run([sys.executable, "-c", SCRIPT, "--version"], capture_output=True, text=True, check=True, timeout=60)
     untouched, *_, thresholds = found.stdout.splitlines()
-    assert (untouched, thresholds) == ("True", "(20000, 10, 10)")
+    assert (untouched, thresholds) == ("True", "(100000, 10, 10)")
