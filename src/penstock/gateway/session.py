@@ -96,7 +96,7 @@ class Session:
         self._replay: BranchReplay | None = None
         self._running: set[asyncio.Task[Any]] = set()
         self._last_requests: dict[str, LastRequest] = {}
-        self._openings = {} if openings is None else openings
+        self._openings: MutableMapping[str, LastRequest] = {} if openings is None else openings
         """By group, a request of one of its rollouts: they begin alike."""
         self._answer_numbers: dict[str, AnswerNumbers] = {}
         """By request digest."""
