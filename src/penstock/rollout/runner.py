@@ -9,9 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from inspect import signature
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
-
-from starlette.types import ASGIApp
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from penstock.config import RolloutSection, run_secrets
 from penstock.errors import EngineError, GraderError, PoolError, PoolFailed, WorkerLost, WorkflowError
@@ -32,6 +30,9 @@ from penstock.sdk.samples import RolloutSample
 from penstock.system.async_tools import finish_shielded
 from penstock.system.redaction import Redactor
 
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
 NO_CALL = "the workflow made no model call through penstock"
 STOPPED = "stopped before it ended"
 FORGED_GRADE = "it was graded beside the run's grader and does not count"
@@ -44,7 +45,7 @@ class GatewayPort(Protocol):
     """The part of the gateway that the runner calls."""
 
     @property
-    def app(self) -> ASGIApp | None:
+    def app(self) -> "ASGIApp | None":
         """Serves its routes, for agents in the same event loop; None if there is no such thing."""
         ...
 

@@ -5,9 +5,7 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager, cont
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, Protocol, Self
-
-from starlette.types import ASGIApp
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from penstock.config import Section, validate
 from penstock.events import Events
@@ -22,6 +20,9 @@ from penstock.sdk.discovery import Agent
 from penstock.sdk.routing import RolloutContext
 from penstock.sdk.samples import RolloutSample
 from penstock.system.sandbox import Confinement
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
 
 
 class GatewaySession(Protocol):
@@ -113,7 +114,7 @@ class ExecutorContext:
     hidden: tuple[Path, ...] = ()
     """Files and folders that no agent may read, wherever the machine can keep them from it: the run's own, and the datasets."""
     scratch: ScratchFolders = field(default_factory=ScratchFolders)
-    app: ASGIApp | None = None
+    app: "ASGIApp | None" = None
     """The gateway, for agents that run in its event loop."""
 
     def workflow_dir(self, rollout_id: str) -> AbstractAsyncContextManager[Path | None]:
