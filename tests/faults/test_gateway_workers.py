@@ -21,9 +21,18 @@ from upstream_cases import FakeVllm
 from penstock.gateway.graph import prompts
 from penstock.pool.sqlite import SqlitePool
 from penstock.records import Attempt
+from penstock.system import signal_watcher
 from penstock.testing import write_tokenizer
 
 WORKERS = 2
+
+
+def is_worker(child: psutil.Process) -> bool:
+    """Whether it runs, and is not the process that watches for signals."""
+    try:
+        return child.status() != psutil.STATUS_ZOMBIE and signal_watcher.__file__ not in child.cmdline()
+    except psutil.NoSuchProcess:
+        return False
 
 
 @dataclass
@@ -45,7 +54,7 @@ class Gate:
 
     @property
     def workers(self) -> list[psutil.Process]:
-        return [child for child in psutil.Process(self.process.pid).children() if child.status() != psutil.STATUS_ZOMBIE]
+        return list(filter(is_worker, psutil.Process(self.process.pid).children()))
 
     async def post(self, path: str, token: str, body: Any, *, tries: int = 1) -> Any:
         """Each time on a new connection, so that any worker may get it; sent again as an SDK does."""
