@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Scope
 
 from penstock.http.asgi import ON_DISCONNECT
 
-BROKEN_OFF = orjson.dumps({"error": {"message": "the server failed; its log says how", "code": "internal_error"}})
+FAILED, STOPPING = (500, "the server failed; its log says how", "internal_error"), (503, "the server is stopping", "stopping")
 
 log = logging.getLogger(__name__)
 
@@ -102,15 +102,18 @@ class InProcessCall:
             callback()
 
     async def _run(self, app: ASGIApp, scope: Scope) -> None:
+        failure = FAILED
         try:
             await app(scope, self._receive, self._send)
         except asyncio.CancelledError:
-            pass  # the gateway is stopping
+            failure = STOPPING
         except Exception as error:
             log.error("the app failed on a %s request", scope["method"], exc_info=error)
         if not self._started:
+            self.status, message, code = failure
+            self.headers = [(b"content-type", b"application/json")]
             self._started = self._complete = True
-            self._parts.append(BROKEN_OFF)
+            self._parts.append(orjson.dumps({"error": {"message": message, "code": code}}))
         self._wake()
 
     async def _change(self) -> None:

@@ -113,16 +113,32 @@ async def test_engine_that_fails_in_the_middle_of_a_stream_is_told():
             await read(context, stream=True)
 
 
+@pytest.mark.parametrize("begun", [False, True], ids=["at once", "after the head of its answer"])
 @in_loop
-async def test_gateway_that_breaks_is_an_error_of_the_server(caplog):
+async def test_gateway_that_breaks_is_an_error_of_the_server(caplog, begun):
     async def broken(scope, receive, send):
         await receive()
+        if begun:
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"900")]})
         raise RuntimeError("a bug")
 
     context = RolloutContext(base_url="http://gateway/v1", api_key="any", clients=Clients(broken))
     with pytest.raises(openai.InternalServerError, match="the server failed; its log says how"):
         await context.openai().with_options(max_retries=0).chat.completions.create(**CALL)
     assert "a bug" in caplog.text
+
+
+@in_loop
+async def test_gateway_that_stops_says_so():
+    async def stopping(scope, receive, send):
+        asyncio.current_task().cancel()
+        await receive()
+        await asyncio.sleep(0)
+
+    context = RolloutContext(base_url="http://gateway/v1", api_key="any", clients=Clients(stopping))
+    with pytest.raises(openai.InternalServerError, match="the server is stopping") as refused:
+        await context.openai().with_options(max_retries=0).chat.completions.create(**CALL)
+    assert refused.value.status_code == 503
 
 
 @in_loop
