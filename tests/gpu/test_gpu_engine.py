@@ -4,12 +4,14 @@ In float32 the forward pass is the CPU's, and log-probabilities differ by less t
 own, in bfloat16 too: both round, at different places, so a log-probability differs by the noise of bfloat16 and the mean is held.
 """
 
+import asyncio
 import random
 
 import pytest
 import torch
 from engine_workloads import Workload
 from gpu_only import NEEDS_GPU
+from grammar_cases import Model, replies
 
 from penstock.engines.embedded.core import Request
 from penstock.engines.embedded.decoder import Decoder, DecoderShape, causal
@@ -109,6 +111,16 @@ def test_replies_repeat_by_seed_with_the_prompt_cached_or_not():
         play(core, [request])
         replies.append(request.tokens)
     assert replies[0] == replies[1] == replies[2]
+
+
+def test_constrained_replies_are_those_of_the_cpu():
+    model = Model.load()
+    samplings = model.samplings(40)
+    expected = asyncio.run(replies(model.engine(paged=False), model, samplings, together=True))
+    found = asyncio.run(replies(model.engine(paged=True, device="cuda"), model, samplings, together=True))
+    for one, other in zip(found, expected, strict=True):
+        assert one[0] == other[0] and one[2] == other[2]
+        assert one[1] == pytest.approx(other[1], abs=1e-3)
 
 
 def random_decoder() -> Decoder:

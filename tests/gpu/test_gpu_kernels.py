@@ -150,3 +150,19 @@ def test_drawing(case: Case, both: Callable[..., tuple[DrawnTokens, DrawnTokens]
     logits[2, 7] = torch.nan
     broken = fused.draw(logits, params, uniforms, truncated=False).full_logprobs.isnan()
     assert broken.nonzero()[:, 0].tolist() == [2]
+
+
+@pytest.mark.parametrize("vocab", [300, 49152])
+def test_forbidden_tokens(vocab: int, both: Callable[..., tuple[Tensor, Tensor]]):
+    torch.manual_seed(0)
+    logits = torch.randn(5, vocab, device="cuda").bfloat16()
+    allowed = torch.randint(-(2**31), 2**31, (5, -(-vocab // 32)), device="cuda").int()
+    allowed[0], allowed[1] = -1, 0
+
+    def forbidden() -> Tensor:
+        fused.forbid(changed := logits.clone(), allowed)
+        return changed
+
+    fast, plain = both(forbidden)
+    assert torch.equal(fast, plain)
+    assert torch.equal(fast[0], logits[0]) and fast[1].isneginf().all() and 0.4 < fast[2:].isneginf().float().mean() < 0.6

@@ -10,25 +10,12 @@ import pytest
 
 pytest.importorskip("llguidance")
 
+from grammar_cases import SCHEMA, Model, replies
 from llguidance import LLExecutor
 
-from penstock.chat.renderer import Renderer
 from penstock.engines.embedded import grammars, lanes
-from penstock.engines.embedded.core import EngineCore
-from penstock.engines.embedded.engine import EmbeddedEngine, end_ids
-from penstock.engines.embedded.grammars import GrammarCompiler
-from penstock.engines.embedded.paged_core import PagedCore
-from penstock.engines.embedded.weights import load_decoder
 from penstock.errors import EngineError
-from penstock.models.pull import resolve
-from penstock.records import ReplyFormat, ReplyGrammar, Sampling
-
-SCHEMA = {
-    "type": "object",
-    "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 9999}, "word": {"enum": ["one", "two", "twofold"]}},
-    "required": ["n", "word"],
-    "additionalProperties": False,
-}
+from penstock.records import ReplyGrammar
 
 
 @dataclass
@@ -38,61 +25,18 @@ class Repeated:
     replay: Callable[[], None]
 
 
-@dataclass
-class Model:
-    renderer: Renderer
-    folder: object
-    prompt: tuple[int, ...]
-    grammar: ReplyGrammar
-
-    @classmethod
-    def load(cls) -> "Model":
-        folder = resolve("tiny", lambda *_: None).path
-        renderer = Renderer.load(folder)
-        prompt = renderer.root([{"role": "user", "content": "3 * 4"}])
-        return cls(renderer, folder, prompt, renderer.reply_grammar(ReplyFormat(schema=SCHEMA), (), frozenset(), prompt=prompt))
-
-    def engine(self, paged: bool, **options: object) -> EmbeddedEngine:
-        decoder = load_decoder(self.folder)
-        make = PagedCore if paged else EngineCore
-        core = make(decoder, slots=16, cache_tokens=8192, decode=self.renderer.tokenizer.decode, **options)
-        compiler = GrammarCompiler(self.folder, decoder.shape.vocab_size)
-        return EmbeddedEngine(core, name="tiny", queue_limit=64, seed=0, stop_ids=end_ids(self.folder), grammars=compiler)
-
-    def samplings(self, count: int) -> list[Sampling]:
-        """Every third request is free; some are tempered, greedy or truncated."""
-        kinds = [Sampling(), Sampling(temperature=0.8), Sampling(), Sampling(top_p=0.9), Sampling(temperature=0.0)]
-        stops, bound = self.renderer.stop_ids, [None, self.grammar, self.grammar]
-        return [replace(kinds[at % 5], max_tokens=70, seed=at, stop_ids=stops, grammar=bound[at % 3]) for at in range(count)]
-
-
-async def replies(engine: EmbeddedEngine, model: Model, samplings: list[Sampling], *, together: bool):
-    async def one(sampling: Sampling):
-        chunks = [chunk async for chunk in engine.generate(model.prompt, sampling)]
-        return [i for chunk in chunks for i in chunk.ids], [x for chunk in chunks for x in chunk.logprobs], chunks[-1].finish
-
-    try:
-        if not together:
-            return [await one(sampling) for sampling in samplings]
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(sampling)) for sampling in samplings]
-        return [task.result() for task in tasks]
-    finally:
-        await engine.close()
-
-
 @pytest.mark.parametrize("graphs", [False, True])
 def test_both_cores_draw_the_same_tokens_whoever_shares_the_batch(graphs: bool, monkeypatch: pytest.MonkeyPatch):
     def capture(_: lanes.Lanes, work: Callable[[], None]) -> Repeated:
         work()  # as the real one does, to warm up
         return Repeated(work)
 
-    def executor() -> LLExecutor:
-        asked.append(True)
+    def executor(count: int) -> LLExecutor:
+        asked.add(count)
         return threads
 
     monkeypatch.setattr(lanes.Lanes, "_capture_work", capture)  # CUDA has no stand-in on a CPU
-    asked, threads = [], LLExecutor(3)
+    asked, threads = set(), LLExecutor(3)
     for name, value in (("MAX_LEXERS", 3), ("COMPILED_ONCE_S", 60.0), ("_executor", executor)):
         monkeypatch.setattr(grammars, name, value)  # as on a machine with more cores
     model = Model.load()
@@ -103,7 +47,7 @@ def test_both_cores_draw_the_same_tokens_whoever_shares_the_batch(graphs: bool, 
         for found, expected in zip(asyncio.run(replies(engine, model, samplings, together=True)), alone, strict=True):
             assert found[0] == expected[0] and found[2] == expected[2]
             assert found[1] == pytest.approx(expected[1], abs=1e-4)
-    assert asked  # several threads
+    assert asked == {1, 3}
     complete = [ids for (ids, _, finish), each in zip(alone, samplings, strict=True) if each.grammar and finish == "stop"]
     assert len(complete) > 5
     for ids in complete:

@@ -82,19 +82,6 @@ class DrawnChunk(NamedTuple):
     most_likely: tuple[TokenLogprobs, ...] = ()
     """See `Step.most_likely`."""
 
-    def then(self, later: "DrawnChunk") -> "DrawnChunk":
-        """Both, as one chunk."""
-        return DrawnChunk(
-            self.request,
-            self.ids + later.ids,
-            self.logprobs + later.logprobs,
-            self.full_logprobs + later.full_logprobs,
-            later.finish,
-            later.problem,
-            self.kept + later.kept,
-            self.most_likely + later.most_likely,
-        )
-
 
 @dataclass(eq=False, slots=True)
 class ActiveRequest:
@@ -314,8 +301,11 @@ class EngineCore:
         return sampled
 
     def _append(self, request: Request, drawn_id: float, logprob: float, full_logprob: float) -> DrawnChunk:
-        request.tokens.append(int(drawn_id))
-        return DrawnChunk(request, [int(drawn_id)], [logprob], [full_logprob], *ending(request, full_logprob, self.decode_text))
+        token_id = int(drawn_id)
+        request.tokens.append(token_id)
+        problem = "" if request.grammar is None else follow(request.grammar, token_id)
+        end = Ending("error", problem) if problem else ending(request, full_logprob, self.decode_text)
+        return DrawnChunk(request, [token_id], [logprob], [full_logprob], *end)
 
     def _requeue(self, active: ActiveRequest) -> None:
         """Put it at the front of the queue: slots go to the oldest requests, so all that wait are younger."""
@@ -360,9 +350,7 @@ class Ending(NamedTuple):
 
 
 def ending(request: Request, full_logprob: float, decode: Callable[[Sequence[int]], str] | None) -> Ending:
-    """Whether a request ends with its last token, and how; its grammar advances by that token."""
-    if request.grammar is not None and (problem := _advance(request.grammar, request.tokens[-1])):
-        return Ending("error", problem)
+    """Whether a request ends with its last token, and how."""
     if not math.isfinite(full_logprob):
         return Ending("error", "the logits are not finite, so the policy's weights are broken")
     try:
@@ -373,9 +361,12 @@ def ending(request: Request, full_logprob: float, decode: Callable[[Sequence[int
     return Ending("length" if len(request.tokens) - request.prompt_length >= request.sampling.max_tokens else None)
 
 
-def _advance(grammar: ReplyState, token_id: int) -> str:
-    """Why the reply cannot go on; empty if it can. A grammar that fails while the mask is computed allows no token or any."""
-    problem = grammar.problem or ("" if grammar.advance(token_id) else grammar.problem)
+def follow(grammar: ReplyState, token_id: int) -> str:
+    """Advance a grammar by a drawn token. Returns why the reply cannot go on; empty if it can.
+
+    A grammar that fails while the mask is computed allows no token or any, and none here.
+    """
+    problem = "" if grammar.advance(token_id) else grammar.problem
     return f"the reply's grammar cannot be followed any further: {problem}" if problem else ""
 
 

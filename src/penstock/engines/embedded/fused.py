@@ -115,6 +115,15 @@ def draw(logits: Tensor, params: Tensor, uniforms: Tensor, *, truncated: bool) -
     return draw_rows(logits.float(), params, uniforms, truncated=truncated)
 
 
+def forbid(logits: Tensor, allowed: Tensor) -> None:
+    """Set logits [rows, vocab] to -inf where a token's bit in `allowed` [rows, words] is 0, the lowest bit of a word first."""
+    if kernels is not None and logits.is_cuda:
+        kernels.forbid(logits, allowed)
+        return
+    bits = (allowed[:, :, None] >> torch.arange(32, dtype=torch.int32, device=allowed.device)) & 1
+    logits.masked_fill_(bits.view(len(logits), -1)[:, : logits.shape[1]] == 0, float("-inf"))
+
+
 def locate(state: Tensor, table: Tensor, ring: Tensor, rows: Tensor, lengths: Tensor, uniforms: Tensor) -> None:
     """Per lane: the row of its next token, the rows that it reads, and the uniform number of the token to draw."""
     if kernels is not None and state.is_cuda:

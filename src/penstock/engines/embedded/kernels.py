@@ -282,6 +282,16 @@ def pick_kernel(
 
 
 @jit
+def forbid_kernel(logits, allowed, vocab, words, BLOCK: tl.constexpr):
+    """Set logits [rows, vocab] to -inf where the bit in `allowed` [rows, words] is 0."""
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    bits = tl.load(allowed + row * words + token // 32, mask=token < vocab, other=-1)
+    forbidden = (bits >> (token % 32)) & 1 == 0
+    tl.store(logits + row * vocab + token, float("-inf"), mask=forbidden & (token < vocab))
+
+
+@jit
 def locate_kernel(state, table, ring, rows, lengths, uniforms, lanes, table_width, ring_width):
     """Where each lane's token goes, how many rows it reads, and the uniform number of the token to draw.
 
@@ -428,6 +438,11 @@ def draw(logits: Tensor, params: Tensor, uniforms: Tensor, block: int) -> tuple[
         CHUNKS=chunks, PADDED=padded, BLOCKS=blocks, PADDED_BLOCKS=power_of_two(blocks), BLOCK=block,
     )  # fmt: skip
     return ids, logprobs, full
+
+
+def forbid(logits: Tensor, allowed: Tensor) -> None:
+    rows, vocab = logits.shape
+    forbid_kernel[(rows, -(-vocab // CHUNK))](logits, allowed, vocab, allowed.shape[1], BLOCK=CHUNK, num_warps=8)
 
 
 def locate(state: Tensor, table: Tensor, ring: Tensor, rows: Tensor, lengths: Tensor, uniforms: Tensor) -> None:

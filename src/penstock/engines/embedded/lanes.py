@@ -152,7 +152,6 @@ class Lanes:
         words = (shape.vocab_size + 31) // 32
         self._allowed = torch.full((lanes, words), -1, dtype=torch.int32, device=device)  # a bit for each token
         self._allowed_host = torch.full((lanes, words), -1, dtype=torch.int32, pin_memory=self._stream is not None)
-        self._bit_numbers = torch.arange(32, dtype=torch.int32, device=device)
         self._forwarded = 0
         """Lanes whose layers were run for the next draw; 0 if that is to be done again."""
         self._pool: Any = None
@@ -187,15 +186,16 @@ class Lanes:
         """[lanes, words], with a bit for each token that `draw` may draw; not to be changed before that is read."""
         return self._allowed_host.numpy()
 
-    def draw(self, lanes: int, kind: DrawKind) -> StepResults:
-        """Queue the other half."""
+    def draw(self, lanes: int, step: int, kind: DrawKind) -> StepResults:
+        """Queue the other half of a window's step; returns the results of its steps so far."""
         with self._queue():
-            self._cursor.zero_()
-            kept = self._kept_bits(lanes, 1) if kind.truncated else None
+            if step == 0:
+                self._cursor.zero_()
+            kept = self._kept_bits(lanes, step + 1) if kind.truncated else None
             self._allowed[:lanes].copy_(self._allowed_host[:lanes], non_blocking=True)
             self._replay(lanes, kind, lambda: self._draw(self._hidden[:lanes], lanes, kind, masked=True))
             self._forwarded = 0
-            return self._fetch(lanes, 1, kept, likely=kind.likely)
+            return self._fetch(lanes, step + 1, kept, likely=kind.likely)
 
     def _kept_bits(self, lanes: int, steps: int) -> Tensor:
         if self._kept is None:
@@ -329,8 +329,7 @@ class Lanes:
         head = self.decoder.embed.weight if self.decoder.head is None else self.decoder.head.weight
         logits = F.linear(hidden, head)
         if masked:
-            bits = (self._allowed[:lanes, :, None] >> self._bit_numbers) & 1
-            logits = logits.masked_fill(bits.view(lanes, -1)[:, : logits.shape[1]] == 0, float("-inf"))
+            fused.forbid(logits, self._allowed[:lanes])
         drawn = fused.draw(logits, self._params[:lanes], self._uniforms[:lanes], truncated=kind.truncated)
         if kind.likely:
             told = torch.stack([part.double() for part in most_likely(logits.float(), MAX_TOP_LOGPROBS)], 1)
@@ -400,10 +399,9 @@ class Lanes:
         return graph
 
     def _fetch(self, lanes: int, steps: int, kept: Tensor | None, *, likely: bool) -> StepResults:
-        parts = self._out[:lanes, :steps], kept, self._likely[:lanes, :steps] if likely else None
         copy = torch.clone if self._stream is None else self._download
-        values, *others = [None if part is None else copy(part) for part in parts]
-        assert values is not None
+        values = copy(self._out[:lanes])[:, :steps]  # all of it: a copy of a part would take a launch more
+        others = [None if part is None else copy(part) for part in (kept, self._likely[:lanes, :steps] if likely else None)]
         event = None
         if self._stream is not None:
             event = torch.cuda.Event()

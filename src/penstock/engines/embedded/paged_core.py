@@ -19,9 +19,9 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.engines.embedded import fused
-from penstock.engines.embedded.core import DrawnChunk, Request, ending, keeps_sets, tell_likely
+from penstock.engines.embedded.core import DrawnChunk, Request, ending, follow, keeps_sets, tell_likely
 from penstock.engines.embedded.decoder import Decoder
-from penstock.engines.embedded.grammars import fill_rows
+from penstock.engines.embedded.grammars import ReplyState, fill_rows
 from penstock.engines.embedded.kv_cache import CacheRows, PrefixTree, Segment
 from penstock.engines.embedded.lanes import MAX_STOPS, RING, TRUNCATED_STEPS, DrawKind, Lanes, PackedPrompts, StepResults
 from penstock.engines.embedded.lora import AdapterSlots
@@ -66,6 +66,23 @@ class LaneRequest:
     """The context's length at which the reply ends."""
 
 
+class GrammarProblem(NamedTuple):
+    """Why a reply cannot go on."""
+
+    tokens: int
+    """How many it has of the window, up to the one that its grammar does not allow."""
+    reason: str
+
+
+class GrammarSteps(NamedTuple):
+    """Steps in which some requests had a grammar."""
+
+    steps: int
+    results: StepResults
+    problems: dict[int, GrammarProblem]
+    """By lane."""
+
+
 class StepWindow(NamedTuple):
     """Decode steps that were queued together."""
 
@@ -74,6 +91,8 @@ class StepWindow(NamedTuple):
     """The lanes of the requests when the steps were queued."""
     steps: int
     results: StepResults
+    problems: dict[int, GrammarProblem]
+    """By lane."""
 
 
 class PagedCore:
@@ -166,8 +185,10 @@ class PagedCore:
             self._prefill()
             early = self._reserve_all()
             self._pack()
-            if any(active.request.grammar is not None for active in self.running):
-                return early + self._read() + self._steps_by_grammar()
+            if self._has_grammars():  # their tokens are known when the steps are queued
+                early += self._read()
+                self._window = self._queue_steps()
+                return early + self._read()
             window = self._queue_steps()
             sampled = self._read()
             self._window = window
@@ -325,41 +346,48 @@ class PagedCore:
         steps = min(most, max([active.limit - len(active.request.tokens) - active.queued for active in self.running]))
         if steps <= 0:
             return None  # the steps on their way end all replies
-        queued = self.lanes.run(lanes, steps, kind)
-        window = StepWindow(list(self.running), numbers, steps, queued)
+        if self._has_grammars():
+            steps, results, problems = self._steps_by_grammar(lanes, steps, kind)
+        else:
+            results, problems = self.lanes.run(lanes, steps, kind), {}
         for active in self.running:
             active.queued += steps
-        return window
+        return StepWindow(list(self.running), numbers, steps, results, problems)
 
-    def _steps_by_grammar(self) -> list[DrawnChunk]:
-        """Some steps, one chunk for each request: those who wait for tokens would wake at every step, and take the interpreter."""
-        chunks: dict[int, DrawnChunk] = {}
-        for _ in range(STEPS_BETWEEN_PASSES if self.planned else self.max_steps):
-            for chunk in self._step_by_grammar():
-                known = chunks.get(chunk.request.key)
-                chunks[chunk.request.key] = chunk if known is None else known.then(chunk)
-        return list(chunks.values())
+    def _has_grammars(self) -> bool:
+        return any(active.request.grammar is not None for active in self.running)
 
-    def _step_by_grammar(self) -> list[DrawnChunk]:
-        """One step of all running requests, some of which have a grammar: what they may draw depends on the token before.
+    def _steps_by_grammar(self, lanes: int, steps: int, kind: DrawKind) -> GrammarSteps:
+        """Run steps in which some requests have a grammar: what they may draw depends on the token before, which the host must see.
 
-        The host asks the grammars while the device runs the layers, which need the token alone; those of the next step are queued
-        before the host waits for this one's tokens.
+        It asks the grammars while the device runs the layers, which need the token alone; those of the next step are queued before
+        the host waits for this one's tokens. All else is done once for all steps: beside a step of the device there is time for
+        little, and the interpreter is shared with those who wait for tokens.
         """
-        if not self.running:
-            return []
-        numbers = [active.lane for active in self.running]
-        lanes = min(self.slots, bucket(max(numbers) + 1))
-        self.lanes.forward(lanes)
         allowed = self.lanes.allowed[:lanes]
         allowed.fill(-1)
-        bound = [(lane, active.request.grammar) for lane, active in zip(numbers, self.running, strict=True)]
-        fill_rows(allowed, [(lane, grammar) for lane, grammar in bound if grammar is not None])
-        self._window = StepWindow(list(self.running), numbers, 1, self.lanes.draw(lanes, self._kind()))
-        for active in self.running:
-            active.queued += 1
-        self.lanes.forward(lanes)
-        return self._read()
+        bound = [(active.lane, active.request, state) for active in self.running if (state := active.request.grammar) is not None]
+        problems: dict[int, GrammarProblem] = {}
+        done = 0
+        while True:
+            self.lanes.forward(lanes)
+            fill_rows(allowed, [(lane, state) for lane, _, state in bound])
+            results = self.lanes.draw(lanes, done, kind)
+            self.lanes.forward(lanes)
+            drawn: list[float] = results.read()[:, done, 0].tolist()
+            done += 1
+            going: list[tuple[int, Request, ReplyState]] = []
+            for lane, request, state in bound:
+                token_id = int(drawn[lane])
+                if token_id < 0:  # the device has ended it
+                    continue
+                if problem := follow(state, token_id):
+                    problems[lane] = GrammarProblem(done, problem)
+                elif token_id not in request.stop_ids:
+                    going.append((lane, request, state))
+            bound = going
+            if done == steps or max(drawn) < 0:
+                return GrammarSteps(done, results, problems)
 
     def _kind(self) -> DrawKind:
         samplings = [active.request.sampling for active in self.running]
@@ -384,13 +412,16 @@ class PagedCore:
             if not (count := counts[lane]):
                 continue
             drawn, logprobs, full_logprobs = [column[lane] for column in columns]
-            request = active.request
-            if count == window.steps and finite[lane] and self._goes_on(active, drawn):  # most chunks
+            request, problem = active.request, window.problems.get(lane)
+            if count == window.steps and finite[lane] and problem is None and self._goes_on(active, drawn):  # most chunks
                 request.tokens += drawn
                 chunk = DrawnChunk(request, drawn, logprobs, full_logprobs)
                 sampled.append(self._with_sets(chunk, window.results, lane))
                 continue
+            count = count if problem is None else problem.tokens
             chunk = self._append(request, drawn[:count], logprobs[:count], full_logprobs[:count])
+            if problem is not None and len(chunk.ids) == count:
+                chunk = chunk._replace(finish="error", problem=problem.reason)
             sampled.append(self._with_sets(chunk, window.results, lane))
             if chunk.finish:
                 ended.append(active)
@@ -413,7 +444,7 @@ class PagedCore:
     def _goes_on(self, active: LaneRequest, ids: list[int]) -> bool:
         """Whether it is certain that none of the last tokens ends the reply."""
         request = active.request
-        by_device = not request.sampling.stop and len(request.stop_ids) <= MAX_STOPS and request.grammar is None
+        by_device = not request.sampling.stop and len(request.stop_ids) <= MAX_STOPS
         return by_device and len(request.tokens) + len(ids) < active.limit and ids[-1] not in request.stop_ids
 
     def _append(self, request: Request, ids: list[int], logprobs: list[float], full_logprobs: list[float]) -> DrawnChunk:
