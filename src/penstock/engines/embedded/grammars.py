@@ -23,7 +23,7 @@ from penstock.records import ReplyGrammar, Sampling
 
 KEPT_GRAMMARS = 64
 """Compiled grammars that are kept; each may take some megabytes."""
-STATES_PER_LEXER = 4
+STATES_PER_LEXER = 32
 """Running replies of one grammar from which on it is compiled once more, for another processor to use beside the first."""
 MAX_LEXERS = min(8, max(1, (os.cpu_count() or 1) // 2))
 COMPILED_ONCE_S = 0.1
@@ -148,33 +148,32 @@ class GrammarCompiler:
             raise EngineError(f"this tokenizer cannot be used to constrain replies: {cause}") from cause
 
 
-FEW_STATES = 8
-"""Up to here one thread is faster than several."""
+FEW_STATES = 48
+"""Up to here the calling thread is faster than several others, which must be woken."""
 
 
 @cache
-def _executor(threads: int) -> Any:
+def _executor() -> Any:
     import llguidance
 
-    return llguidance.LLExecutor(threads)
+    return llguidance.LLExecutor(MAX_LEXERS)
 
 
 def fill_rows(bits: NDArray[np.int32], states: Sequence[tuple[int, ReplyState]]) -> None:
     """Write what may follow in each state to its row of `bits` [rows, words], the lowest bit of a word first."""
-    row_bytes = bits.shape[1] * 4
+    row_bytes, first = bits.shape[1] * 4, bits.ctypes.data
     bound: list[tuple[int, GrammarState]] = []
     for row, state in states:
         if isinstance(state, FixedChoice):
             bits[row] = state.bits
         else:
             bound.append((row, state))
-    if not bound:
+    if len(bound) > FEW_STATES and any(state.lexer for _, state in bound):
+        bound.sort(key=lambda each: each[1].lexer)  # a thread takes neighbours
+        _executor().unsafe_compute_mask_ptr([(state.matcher, row) for row, state in bound], first, row_bytes, len(bits))
         return
-    several = len(bound) > FEW_STATES and any(state.lexer for _, state in bound)
-    bound.sort(key=lambda each: each[1].lexer)  # a thread takes neighbours
-    # One call for all: each gives up the interpreter's lock, and would wait for it again.
-    asked = [(state.matcher, row) for row, state in bound]
-    _executor(MAX_LEXERS if several else 1).unsafe_compute_mask_ptr(asked, bits.ctypes.data, row_bytes, len(bits))
+    for row, state in bound:
+        state.matcher.unsafe_compute_mask_ptr(first + row * row_bytes, row_bytes)
 
 
 def allowed_rows(states: Sequence[ReplyState], vocab_size: int) -> NDArray[np.bool_]:

@@ -151,7 +151,8 @@ class Lanes:
         self._hidden = torch.zeros(lanes, shape.hidden, dtype=weight.dtype, device=device)
         words = (shape.vocab_size + 31) // 32
         self._allowed = torch.full((lanes, words), -1, dtype=torch.int32, device=device)  # a bit for each token
-        self._allowed_host = torch.full((lanes, words), -1, dtype=torch.int32, pin_memory=self._stream is not None)
+        self._allowed_host = torch.full((lanes, words), -1, dtype=torch.int32, pin_memory=cuda)
+        self._drawn_host = torch.zeros(self._out.shape, dtype=self._out.dtype, pin_memory=cuda)
         self._forwarded = 0
         """Lanes whose layers were run for the next draw; 0 if that is to be done again."""
         self._pool: Any = None
@@ -161,7 +162,7 @@ class Lanes:
 
     def run(self, lanes: int, steps: int, kind: DrawKind) -> StepResults:
         """Queue `steps` steps of the first `lanes` lanes."""
-        with self._queue():
+        with self.queue():
             self._cursor.zero_()
             kept = self._kept_bits(lanes, steps) if kind.truncated else None
             if self.graphs_enabled:
@@ -177,7 +178,7 @@ class Lanes:
         """Queue the first half of a step, all but the draw, unless that was done. The host may work on `draw` meanwhile."""
         if self._forwarded == lanes:
             return
-        with self._queue():
+        with self.queue():
             self._replay(lanes, None, lambda: self._hidden[:lanes].copy_(self._states(lanes)))
         self._forwarded = lanes
 
@@ -187,15 +188,21 @@ class Lanes:
         return self._allowed_host.numpy()
 
     def draw(self, lanes: int, step: int, kind: DrawKind) -> StepResults:
-        """Queue the other half of a window's step; returns the results of its steps so far."""
-        with self._queue():
+        """Queue the other half of a window's step; returns the results of its steps so far, to be read before the next draw."""
+        with self.queue():
             if step == 0:
                 self._cursor.zero_()
             kept = self._kept_bits(lanes, step + 1) if kind.truncated else None
-            self._allowed[:lanes].copy_(self._allowed_host[:lanes], non_blocking=True)
-            self._replay(lanes, kind, lambda: self._draw(self._hidden[:lanes], lanes, kind, masked=True))
+            self._replay(lanes, kind, lambda: self._draw_allowed(lanes, kind))
             self._forwarded = 0
-            return self._fetch(lanes, step + 1, kept, likely=kind.likely)
+            others = self._copies(kept, self._likely[:lanes, : step + 1] if kind.likely else None)
+            return StepResults(self._drawn_host[:lanes, : step + 1], self._record(), *others)
+
+    def _draw_allowed(self, lanes: int, kind: DrawKind) -> None:
+        """With the copies from and to the host, so that all is one launch: the host has no time for more."""
+        self._allowed[:lanes].copy_(self._allowed_host[:lanes], non_blocking=True)
+        self._draw(self._hidden[:lanes], lanes, kind, masked=True)
+        self._drawn_host[:lanes].copy_(self._out[:lanes], non_blocking=True)
 
     def _kept_bits(self, lanes: int, steps: int) -> Tensor:
         if self._kept is None:
@@ -216,7 +223,7 @@ class Lanes:
     def prefill(self, prompts: PackedPrompts) -> None:
         """Queue a pass that computes keys and values."""
         tokens = np.stack((prompts.ids, prompts.positions, prompts.adapters))
-        with self._queue():
+        with self.queue():
             parts = [self._upload(part) for part in (tokens, prompts.rows, prompts.context, prompts.blocks)]
             size = next((size for size in PREFILL_SIZES if size >= len(prompts.ids)), None)
             if not self.graphs_enabled or size is None or len(prompts.context) > CONTEXT_ROWS:
@@ -243,7 +250,7 @@ class Lanes:
         """Capture prefill passes, and steps of up to so many lanes; all kernels are compiled on the way."""
         if not self.graphs_enabled:
             return
-        with self._queue():
+        with self.queue():
             for size in PREFILL_SIZES:
                 self._capture_pass(size)
             for power in range(min(lanes, self.count).bit_length()):
@@ -261,7 +268,7 @@ class Lanes:
         self._forwarded = 0
         params = np.array([(s.temperature, s.top_k, s.top_p, s.min_p) for s in samplings], dtype=np.float32)
         padded = np.array([[*ids, *[-1] * (MAX_STOPS - len(ids))] for ids in stops], dtype=np.int64)
-        with self._queue():
+        with self.queue():
             index = self._upload(np.array(lanes, dtype=np.int64))
             self._state.index_copy_(1, index, self._upload(np.array([(*s, 1) for s in state], dtype=np.int64)).t())
             self._params.index_copy_(0, index, self._upload(params))
@@ -272,18 +279,18 @@ class Lanes:
         self, at: NDArray[np.int64], rows: NDArray[np.int32], ring_at: NDArray[np.int64], uniforms: NDArray[np.float64]
     ) -> None:
         """Write rows and uniform numbers; `at` and `ring_at` count through all lanes."""
-        with self._queue():
+        with self.queue():
             self._table.view(-1).index_copy_(0, self._upload(at), self._upload(rows))
             self._ring.view(-1).index_copy_(0, self._upload(ring_at), self._upload(uniforms))
 
     def end(self, lanes: Sequence[int]) -> None:
         """Stop lanes whose requests are gone; the device may have stopped them already."""
-        with self._queue():
+        with self.queue():
             self._state[3].index_fill_(0, self._upload(np.array(lanes, dtype=np.int64)), 0)
 
     def move(self, source: Sequence[int], target: Sequence[int]) -> None:
         self._forwarded = 0
-        with self._queue():
+        with self.queue():
             old, new = (self._upload(np.array(lanes, dtype=np.int64)) for lanes in (source, target))
             self._state.index_copy_(1, new, self._state[:, old])
             for part in (self._params, self._stops, self._slots, self._table, self._ring):
@@ -293,7 +300,7 @@ class Lanes:
     def clear(self) -> None:
         """Stop all lanes, and `renew`."""
         self.renew()
-        with self._queue():
+        with self.queue():
             self._state.zero_()
 
     def renew(self) -> None:
@@ -399,14 +406,23 @@ class Lanes:
         return graph
 
     def _fetch(self, lanes: int, steps: int, kept: Tensor | None, *, likely: bool) -> StepResults:
+        # All of it, and a part on the host: a copy of a part would take a launch more.
+        values, *others = self._copies(self._out[:lanes], kept, self._likely[:lanes, :steps] if likely else None)
+        assert values is not None
+        return StepResults(values[:, :steps], self._record(), *others)
+
+    def _copies(self, *parts: Tensor | None) -> list[Tensor | None]:
+        """Queue copies to the host, into memory of their own."""
         copy = torch.clone if self._stream is None else self._download
-        values = copy(self._out[:lanes])[:, :steps]  # all of it: a copy of a part would take a launch more
-        others = [None if part is None else copy(part) for part in (kept, self._likely[:lanes, :steps] if likely else None)]
-        event = None
-        if self._stream is not None:
-            event = torch.cuda.Event()
-            event.record(self._stream)
-        return StepResults(values, event, *others)
+        return [None if part is None else copy(part) for part in parts]
+
+    def _record(self) -> torch.cuda.Event | None:
+        """An event after all that is queued."""
+        if self._stream is None:
+            return None
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event
 
     @staticmethod
     def _download(values: Tensor) -> Tensor:
@@ -418,8 +434,11 @@ class Lanes:
         tensor = torch.from_numpy(array)  # pyright: ignore[reportUnknownMemberType]
         return tensor if self._stream is None else tensor.pin_memory().to(self.device, non_blocking=True)
 
-    def _queue(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+    def queue(self) -> AbstractContextManager[Any]:
+        """Within it, work is queued on the stream of the lanes. To enter the stream takes a while: enter it once for much work."""
+        if self._stream is None or torch.cuda.current_stream(self.device) == self._stream:
+            return nullcontext()
+        return torch.cuda.stream(self._stream)
 
     def _addresses(self) -> list[int]:
         return [tensor.data_ptr() for tensor in (*self.decoder.parameters(), *self.adapters.tensors())]

@@ -180,7 +180,7 @@ class PagedCore:
 
     def step(self) -> list[DrawnChunk]:
         """Admit, queue a prefill pass and some decode steps; returns the tokens of those queued by the step before."""
-        with torch.inference_mode():
+        with torch.inference_mode(), self.lanes.queue():
             self._admit()
             self._prefill()
             early = self._reserve_all()
