@@ -98,15 +98,25 @@ def interpreter(environment: str) -> str | None:
     """The Python that an environment is made with; None if this machine has none that is new enough."""
     if environment not in NEEDS_3_12 or sys.version_info >= (3, 12):
         return sys.executable
-    named = [name for name in (os.environ.get("PENSTOCK_PYTHON_3_12"), "python3.12", "python3.13") if name and shutil.which(name)]
+    pyenv = Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser() / "versions"
+    known = (
+        os.environ.get("PENSTOCK_PYTHON_3_12"),
+        "python3.12",
+        "python3.13",
+        *map(str, sorted(pyenv.glob("3.1[23]*/bin/python"))),
+    )
+    named = [name for name in known if name and shutil.which(name)]
     return next(
         (name for name in named if subprocess.run([name, "-c", ""], capture_output=True, check=False).returncode == 0), None
     )
 
 
 def install(environments: list[str]) -> None:
-    """Install or upgrade; what fails says so by pip's or npm's own words."""
+    """Install or upgrade; what fails says so by pip's or npm's own words. Tests of what this machine has no Python for fail."""
     for environment in environments or [*PYTHON, "npm"]:
+        if interpreter(environment) is None:
+            print(f"{environment} needs Python 3.12, which is not here: name one by PENSTOCK_PYTHON_3_12", file=sys.stderr)
+            continue
         if missing(environment) or (_age_days(environment) >= 1 and "PENSTOCK_CLIENTS_KEEP" not in os.environ):
             print(f"installing {environment}: {', '.join(_wanted(environment))}", file=sys.stderr, flush=True)
             _folder(environment).mkdir(parents=True, exist_ok=True)
@@ -132,10 +142,7 @@ def _wanted(environment: str) -> list[str]:
 
 
 def _install_python(environment: str) -> dict[str, str]:
-    python = interpreter(environment)
-    if python is None:
-        raise SystemExit(f"{environment} needs Python 3.12, which is not on this machine: name one by PENSTOCK_PYTHON_3_12")
-    subprocess.run([python, "-m", "venv", _folder(environment)], check=True)
+    subprocess.run([interpreter(environment) or sys.executable, "-m", "venv", _folder(environment)], check=True)
     pip = [str(python_of(environment)), "-m", "pip", "--disable-pip-version-check"]
     subprocess.run([*pip, "install", "-q", "--upgrade", "-c", ROOT / "constraints.txt", *_wanted(environment)], check=True)
     listed = json.loads(subprocess.run([*pip, "list", "--format", "json"], check=True, capture_output=True).stdout)
