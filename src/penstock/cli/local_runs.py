@@ -36,7 +36,10 @@ def local_runs(kind: "RunKind") -> list[dict[str, Any]]:
 
 
 def find_run(kind: "RunKind", name: str) -> "ControllerClient | RunFolder":
-    """The controller that knows the run, else the run's folder here; ConfigError if there is neither. Nothing is started."""
+    """The controller that knows the run, else the run's folder here. Nothing is started.
+
+    ConfigError if there is neither, or the folder is of a run of the other kind.
+    """
     from penstock.cli.connection import connect_if_running
 
     client, local = connect_if_running(), find_local_run(kind, name)
@@ -45,6 +48,10 @@ def find_run(kind: "RunKind", name: str) -> "ControllerClient | RunFolder":
     if local is None:
         text = f"no run {name!r} in {PLACES[kind]}/ here, and no controller runs"
         raise ConfigError(f"{text}; see: penstock {kind} list, or start the controller: penstock controller up")
+    if kind == "train" and local.kind == "eval":
+        raise ConfigError(f"{local.path} is an evaluation; see: penstock eval info {name}")
+    if kind == "eval" and local.kind == "train":
+        raise ConfigError(f"{local.path} is a training run; see: penstock train info {name}")
     return local
 
 

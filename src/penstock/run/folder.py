@@ -6,7 +6,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import orjson
 
@@ -38,6 +38,8 @@ def component_values(entry: Mapping[str, Any]) -> dict[str, float]:
 
 FRESH = "start over with --fresh, which keeps this run aside"
 """The last remedy for a run whose files are damaged."""
+HEAD_BYTES = 64 * 1024
+"""Of the events, to see how a run began."""
 CHECKSUMS = ".checksums.json"
 """The checksums of the small files, by name: of their content now, and of that before, which a kill may have left."""
 
@@ -62,6 +64,21 @@ class RunFolder:
     def id(self) -> str:
         """Names the run in its pool and its checkpoints, so that those of another run are recognized; empty in older runs."""
         return (self._read("config.json") or {}).get("id", "")
+
+    @property
+    def kind(self) -> Literal["train", "eval", "gateway"]:
+        """What it was made by, as far as its files tell; `gateway` for any recording that is neither of the others."""
+        if self.metrics() or self.checkpoints.exists():
+            return "train"
+        try:
+            with self.events.open("rb") as file:
+                first = file.read(HEAD_BYTES)
+        except OSError:
+            first = b""
+        with suppress(ConfigError):
+            if b'"kind":"eval.begin"' in first or "outcome" in (self.summary() or {}):
+                return "eval"
+        return "train" if b'"kind":"run.start"' in first else "gateway"
 
     def config(self) -> RunConfig:
         """Returns the config that the run was started with."""

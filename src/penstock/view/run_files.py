@@ -36,8 +36,6 @@ GROWTH = ("total_rollouts", "total_tokens")
 """Curves of what a run has trained so far."""
 TOTALS = ("masked", "inexact", "breaks", "ends")
 """Counts by reason that are added up over all steps."""
-HEAD_BYTES = 64 * 1024
-"""Of the events, in which a run says what it is."""
 MAX_LINE = 16 << 20
 """Bytes of a line that is read; a longer one is counted as damaged."""
 
@@ -289,17 +287,7 @@ class ViewedRun:
 
     @property
     def kind(self) -> str:
-        """`train`, `eval`, or `gateway` for any other recording."""
-        if self.metrics.steps or (self.path / "checkpoints").exists():
-            return "train"
-        try:
-            with (self.path / "events.jsonl").open("rb") as file:
-                first = file.read(HEAD_BYTES)
-        except OSError:
-            first = b""
-        if b'"kind":"eval.begin"' in first or "outcome" in self.summary():
-            return "eval"
-        return "train" if b'"kind":"run.start"' in first else "gateway"
+        return "train" if self.metrics.steps else self.folder.kind
 
     def summary(self) -> dict[str, Any]:
         """Returns `summary.json`, or nothing if there is none or it is damaged."""

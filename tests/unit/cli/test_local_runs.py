@@ -26,10 +26,12 @@ def made(name: str = "mine", place: str = "runs", **summary: object) -> RunFolde
         {"run": {"name": name, "folder": place}, "dataset": {"train": "tasks.jsonl"}, "train": {"steps": 4}}, "here"
     )
     folder = open_run_folder(config, fresh=False)
-    entry = {"step": 1, "reward": 0.25, "version": 1}
-    folder.add_metrics(entry)
+    training = place == "runs"
+    if training:
+        folder.add_metrics({"step": 1, "reward": 0.25, "version": 1})
     with Events(folder.events) as events:
         events.emit("stage", text="loading tiny")
+        events.emit("run.start" if training else "eval.begin")
     if summary:
         folder.write_summary(json.dumps(summary).encode())
     return folder
@@ -75,6 +77,15 @@ def test_info_tells_failed_ungraded_and_wrong_each_with_its_reason(home, capsys)
         assert all(text in out for text in ("failed    1 (why failed)", "ungraded  2 (why ungraded)", "wrong     3 (why wrong)")), (
             out
         )
+
+
+def test_a_run_of_the_other_kind_is_named_with_the_command_that_shows_it(home, capsys):
+    made()
+    made("first", "runs/evals")
+    for command in ("info", "logs"):
+        said = told(capsys, "train", command, "runs/evals/first", code=2)[1]
+        assert "runs/evals/first is an evaluation; see: penstock eval info runs/evals/first" in said
+        assert "runs/mine is a training run; see: penstock train info" in told(capsys, "eval", command, "runs/mine", code=2)[1]
 
 
 def test_a_recording_is_no_run_of_either_kind(home, capsys):
