@@ -63,9 +63,8 @@ class RayExecutor(Executor):
         self._grader_slots = make_slots(agent.grader_config and agent.grader_config.concurrency)
         self._stack = ExitStack()
         is_program = starts_programs(context)
-        self._wish: SandboxWish = self._section.sandbox if is_program else "off"
-        hidden, entry = (str(path.resolve()) for path in context.hidden), str(agent.entry.resolve())
-        self._sandbox = JobSandbox(name="namespaces", hidden=tuple(hidden), readonly=(entry,)) if is_program else None
+        hidden, entry = tuple(str(path.resolve()) for path in context.hidden), str(agent.entry.resolve())
+        self._sandbox = JobSandbox(name="namespaces", hidden=hidden, readonly=(entry,)) if is_program else None
         self._several_nodes = False
         self._started = itertools.count()
         self._urls: dict[str, str] = {}
@@ -85,6 +84,8 @@ class RayExecutor(Executor):
             await self._manager.open()
             if self._sandbox is None:
                 announce_trusted(self._context, "ray")
+            for notice in sorted({worker.notice for worker in self._manager.locations if worker.notice}):
+                self._context.events.emit("notice", text=notice)
             self._stack = stack.pop_all()
         return self
 
@@ -113,11 +114,10 @@ class RayExecutor(Executor):
 
     def _start_worker(self) -> Any:
         options = {"num_cpus": self._section.cpus, "scheduling_strategy": self._where(), "max_restarts": 0}
-        return (
-            ray.remote(AgentFlowWorker)
-            .options(**options)
-            .remote(self._agent_spec, grace_s=self._section.grace_s, sandbox=self._wish)
-        )
+        arguments: dict[str, Any] = {"grace_s": self._section.grace_s}
+        if self._sandbox is not None:
+            arguments |= {"sandbox": self._section.sandbox, "hidden": self._sandbox.hidden}
+        return ray.remote(AgentFlowWorker).options(**options).remote(self._agent_spec, **arguments)
 
     def _where(self) -> Any:
         """The node of the next worker. On the only one they stay, also if others join: the gateway may be on its loopback."""

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from penstock.errors import PenstockError, WorkflowError
 from penstock.events import Events
 from penstock.rollout.author_tasks import AuthorTasks, one_line
 from penstock.rollout.executors.base import artifacts_dir
+from penstock.rollout.executors.trust import choose_program_sandbox, sandbox_notice
 from penstock.rollout.in_process import InProcessAgent
 from penstock.rollout.loop_watchdog import LoopWatchdog
 from penstock.rollout.processes.job_protocol import AgentJob, failure_result, read_samples
@@ -22,7 +24,7 @@ from penstock.scale.package import ray
 from penstock.sdk.agent_spec import AgentSpec
 from penstock.sdk.clients import Clients
 from penstock.system.processes import protect_memory
-from penstock.system.sandbox import Confinement, SandboxWish, choose_sandbox
+from penstock.system.sandbox import Confinement, Sandbox, SandboxWish
 
 EVENT_NUMBER = -1
 """In place of a job's number: the item is an event."""
@@ -37,27 +39,33 @@ class WorkerJob(NamedTuple):
 
 
 class WorkerLocation(NamedTuple):
-    """Where a worker runs, and why it cannot work."""
+    """Where a worker runs, why it cannot work, and what its agents can reach."""
 
     pid: int
     node_id: str
     address: str
     problem: str
     """Empty where the agent was loaded."""
+    notice: str = ""
+    """See `sandbox_notice`."""
 
 
 class AgentFlowWorker:
     """One process with one event loop; `take` gives it jobs, `answers` returns their results."""
 
-    def __init__(self, agent_spec: bytes, *, grace_s: float, sandbox: SandboxWish = "off") -> None:
-        self._spec, self._grace_s = AgentSpec.read(agent_spec), grace_s
+    def __init__(
+        self, agent_spec: bytes, *, grace_s: float, sandbox: SandboxWish | None = None, hidden: Sequence[str] = ()
+    ) -> None:
+        """`sandbox` is for an agent that is a command; what is `hidden` from it comes with each job too."""
+        self._spec, self._grace_s, self._hidden = AgentSpec.read(agent_spec), grace_s, hidden
+        self._wish: SandboxWish | None = sandbox
         self._work: InProcessAgent | None = None
         self._running: dict[int, asyncio.Task[None]] = {}
         self._scratch = ScratchFolders()
-        self._sandbox = choose_sandbox(sandbox)
+        self._sandbox = Sandbox(name="off")
 
     async def open(self) -> WorkerLocation:
-        problem = ""
+        problem = notice = ""
         protect_memory()
         self._done, self._clients, events = ItemQueue(), Clients(), Events()
         events.listen(lambda kind, fields: self._done.put((EVENT_NUMBER, json.dumps([kind, fields], default=str).encode())))
@@ -66,10 +74,13 @@ class AgentFlowWorker:
             await asyncio.to_thread(preload_clients, agent.entry.parent.resolve())  # else the first rollouts' deadlines pay for it
             watchdog = LoopWatchdog(agent.entry.parent, events, breaks_off=False)
             self._work = InProcessAgent(agent, AuthorTasks(agent.entry.parent, events, grace_s=self._grace_s, watchdog=watchdog))
+            if self._wish is not None:
+                self._sandbox = choose_program_sandbox(agent, self._wish)
+                notice = sandbox_notice(self._sandbox, map(Path, self._hidden))
         except PenstockError as error:
             problem = one_line(error)
         node = own_node()
-        return WorkerLocation(os.getpid(), node["NodeID"], node["NodeManagerAddress"], problem)
+        return WorkerLocation(os.getpid(), node["NodeID"], node["NodeManagerAddress"], problem, notice)
 
     async def take(self, messages: list[WorkerJob]) -> None:
         for message in messages:

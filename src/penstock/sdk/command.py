@@ -109,6 +109,12 @@ def _check_program(command: Sequence[str], folder: Path) -> None:
         raise ConfigError(f"agent.command: {str(file)!r} may not be executed; chmod +x it, or put its interpreter before it")
 
 
+def program_file(source: AgentSection) -> Path:
+    """The program that `agent.command` starts."""
+    program = source.command[0]
+    return source.folder / program if os.sep in program else Path(shutil.which(program) or program)
+
+
 def _name(command: Sequence[str]) -> str:
     return Path(command[0]).name
 

@@ -23,7 +23,7 @@ from penstock.records import ReplyGrammar, Sampling
 
 KEPT_GRAMMARS = 64
 """Compiled grammars that are kept; each may take some megabytes."""
-STATES_PER_LEXER = 32
+STATES_PER_LEXER = 4
 """Running replies of one grammar from which on it is compiled once more, for another processor to use beside the first."""
 MAX_LEXERS = min(8, max(1, (os.cpu_count() or 1) // 2))
 COMPILED_ONCE_S = 0.1
@@ -148,7 +148,7 @@ class GrammarCompiler:
             raise EngineError(f"this tokenizer cannot be used to constrain replies: {cause}") from cause
 
 
-FEW_STATES = 48
+FEW_STATES = 8
 """Up to here the calling thread is faster than several others, which must be woken."""
 
 

@@ -2,11 +2,13 @@
 
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import penstock
 from penstock.rollout.executors.base import ExecutorContext
-from penstock.sdk.command import CommandWorkflow
+from penstock.sdk.command import CommandWorkflow, program_file
+from penstock.sdk.discovery import Agent
 from penstock.system.sandbox import Confinement, Sandbox, SandboxWish, choose_sandbox
 
 PACKAGE = Path(penstock.__file__).parent
@@ -27,7 +29,7 @@ def starts_programs(context: ExecutorContext) -> bool:
 def confine_programs(context: ExecutorContext, wish: SandboxWish) -> Confinement:
     """Chooses the sandbox for an agent's programs, and says what it does not keep from them."""
     agent = context.agent
-    sandbox = choose_sandbox(wish, needs=[agent.source.folder])
+    sandbox = choose_program_sandbox(agent, wish)
     confinement = Confinement(
         sandbox=sandbox,
         hidden=(*context.hidden, context.scratch.root),
@@ -36,6 +38,11 @@ def confine_programs(context: ExecutorContext, wish: SandboxWish) -> Confinement
     )
     announce_sandbox(context, sandbox)
     return confinement
+
+
+def choose_program_sandbox(agent: Agent, wish: SandboxWish) -> Sandbox:
+    """Chooses the sandbox for the programs of an agent's command."""
+    return choose_sandbox(wish, needs=[agent.source.folder, program_file(agent.source)])
 
 
 def visible_paths(context: ExecutorContext) -> tuple[Path, ...]:
@@ -47,16 +54,21 @@ def visible_paths(context: ExecutorContext) -> tuple[Path, ...]:
 
 def announce_sandbox(context: ExecutorContext, sandbox: Sandbox) -> None:
     """Says in one line what agents can reach, if that is more than nothing."""
-    if not sandbox.isolates:
-        text = f"agents run without a sandbox ({sandbox.reason}): they can read the run's files, labels included, and each other"
-        return context.events.emit("notice", text=text)
-    if sandbox.name == "user":
-        text = "agents run under user ids of their own: they write to their artifacts folder and to /tmp"
-        if exposed := sandbox.exposed(context.hidden):
-            files = ", ".join(map(str, exposed))
-            text += f", and can read what every user can; hide it with: chmod -R o-rwx {files}"
+    if text := sandbox_notice(sandbox, context.hidden):
         context.events.emit("notice", text=text)
-    return None
+
+
+def sandbox_notice(sandbox: Sandbox, hidden: Iterable[Path]) -> str:
+    """What agents can reach in a sandbox, in one line; empty if it is nothing."""
+    if not sandbox.isolates:
+        return f"agents run without a sandbox ({sandbox.reason}): they can read the run's files, labels included, and each other"
+    if sandbox.name != "user":
+        return ""
+    text = "agents run under user ids of their own: they write to their artifacts folder and to /tmp"
+    if exposed := sandbox.exposed(hidden):
+        files = ", ".join(map(str, exposed))
+        text += f", and can read what every user can; hide it with: chmod -R o-rwx {files}"
+    return text
 
 
 def announce_trusted(context: ExecutorContext, executor: str = "inline") -> None:
