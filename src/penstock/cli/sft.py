@@ -41,6 +41,8 @@ def sft(
 
     given = {"lr": lr, "method": method, "rank": rank}
     section = validate(TrainSection, {key: value for key, value in given.items() if value is not None}, "penstock sft")
+    if not source.exists():
+        raise ConfigError(f"{source}: no such file or run folder")
     with stage_progress() as progress:
         chosen = model or _model_of(source) or USUAL
         folder = resolve(chosen, progress).path
@@ -82,8 +84,6 @@ def _model_of(source: Path) -> str | None:
 def _examples(source: Path, model: Path, *, min_reward: float) -> "Examples":
     if source.is_dir():
         return asyncio.run(_good_rollouts(source, min_reward))
-    if not source.exists():
-        raise ConfigError(f"{source}: no such file or run folder")
     from penstock.chat.renderer import Renderer
     from penstock.train.supervised import conversations
 

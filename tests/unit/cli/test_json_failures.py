@@ -50,6 +50,10 @@ def failing_line(name):
     return [*name.split(), *LINES.get(name, ["nowhere"] * len(needed))]
 
 
+def pulled(reference, progress=None):
+    raise AssertionError(f"{reference} would have been pulled")
+
+
 @pytest.fixture
 def empty_place(tmp_path, monkeypatch):
     for name, value in {
@@ -59,6 +63,7 @@ def empty_place(tmp_path, monkeypatch):
     }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # nobody answers: it is tried again a few times
+    monkeypatch.setattr("penstock.models.pull.resolve", pulled)  # what is wrong is told before a model is fetched
     (tmp_path / "taken").write_text("a file where a folder should be")
     monkeypatch.chdir(tmp_path)
 
