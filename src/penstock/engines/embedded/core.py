@@ -272,7 +272,8 @@ class EngineCore:
         tokens, positions = [r.tokens[-1] for r in requests], [len(r.tokens) - 1 for r in requests]
         self._choose([active.leaf.adapter for active in self.running])
         hidden = self.decoder(self._tensor([tokens]), self._tensor([positions]), self._attend)
-        logits = forbid(self.decoder.logits(hidden[0]), [r.grammar for r in requests])
+        logits = self.decoder.logits(hidden[0])
+        forbid(logits, [r.grammar for r in requests])
         drawn = sample(logits, [r.sampling for r in requests], [r.uniform() for r in requests])
         wanted = max(r.sampling.top_logprobs for r in requests)
         return self._append_all(drawn, most_likely(logits, wanted) if wanted else None)

@@ -183,11 +183,15 @@ def allowed_rows(states: Sequence[ReplyState], vocab_size: int) -> NDArray[np.bo
     return np.unpackbits(bits.view(np.uint8), axis=1, count=vocab_size, bitorder="little").view(np.bool_)
 
 
-def forbid(logits: Tensor, states: Sequence[ReplyState | None]) -> Tensor:
-    """The logits [rows, vocab] with -inf where a row's grammar does not allow the token."""
-    rows = [row for row, state in enumerate(states) if state is not None]
-    if not rows:
-        return logits
-    allowed = torch.from_numpy(allowed_rows([state for state in states if state is not None], logits.shape[-1]))  # pyright: ignore[reportUnknownMemberType]
-    at = torch.tensor(rows, device=logits.device)
-    return logits.index_copy(0, at, logits[at].masked_fill(~allowed.to(logits.device), float("-inf")))
+def forbid(logits: Tensor, states: Sequence[ReplyState | None]) -> None:
+    """Set the logits [rows, vocab] to -inf where a row's grammar does not allow the token."""
+    bound = [(row, state) for row, state in enumerate(states) if state is not None]
+    if not bound:
+        return
+    allowed = allowed_rows([state for _, state in bound], logits.shape[-1])
+    forbidden = torch.from_numpy(~allowed).to(logits.device)  # pyright: ignore[reportUnknownMemberType]
+    if len(bound) == len(states):
+        logits.masked_fill_(forbidden, float("-inf"))
+    else:
+        rows = [row for row, _ in bound]
+        logits[rows] = logits[rows].masked_fill_(forbidden, float("-inf"))
