@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 import jsonschema
@@ -14,6 +14,8 @@ from grammar_cases import SCHEMA, Model, replies
 from llguidance import LLExecutor
 
 from penstock.engines.embedded import grammars, lanes
+from penstock.engines.embedded.engine import EmbeddedEngine
+from penstock.engines.embedded.grammars import GrammarCompiler
 from penstock.errors import EngineError
 from penstock.records import ReplyGrammar
 
@@ -93,3 +95,53 @@ def test_a_grammar_that_cannot_be_compiled_fails_its_request_alone():
             await engine.close()
 
     assert asyncio.run(main()) in ("stop", "length")
+
+
+class FailingState(grammars.GrammarState):
+    """Fails at the fifth token, as a grammar does that reaches a limit of the library."""
+
+    followed = 0
+
+    def advance(self, token_id: int) -> bool:
+        self.followed += 1
+        return super().advance(token_id if self.followed < 5 else SPECIAL)
+
+
+SPECIAL = 0
+"""A token that no JSON has."""
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_a_grammar_that_fails_while_it_is_followed_fails_its_request_alone(paged: bool, monkeypatch: pytest.MonkeyPatch):
+    def start(compiler: GrammarCompiler, grammar: ReplyGrammar, stop_ids: Collection[int]) -> grammars.GrammarState:
+        state = real(compiler, grammar, stop_ids)
+        return FailingState(state.matcher, state.lexer) if grammar is failing.grammar else state
+
+    model = Model.load()
+    fine = replace(model.samplings(2)[1], temperature=1.0)
+    failing = replace(fine, grammar=replace(model.grammar, lark=model.grammar.lark + "\n"))
+    [(expected, _, _)] = asyncio.run(replies(model.engine(paged=False), model, [fine], together=False))
+    real = GrammarCompiler.start
+    monkeypatch.setattr(GrammarCompiler, "start", start)  # real limits take long to reach
+
+    async def main():
+        engine = model.engine(paged=paged)
+        try:
+            async with asyncio.TaskGroup() as group:
+                ids, other = group.create_task(failed(engine)), group.create_task(replies_of(engine))
+            return ids.result(), other.result()
+        finally:
+            await engine.close()
+
+    async def failed(engine: EmbeddedEngine) -> list[int]:
+        ids: list[int] = []
+        with pytest.raises(EngineError, match="grammar cannot be followed any further"):
+            async for chunk in engine.generate(model.prompt, failing):
+                ids += chunk.ids
+        return ids
+
+    async def replies_of(engine: EmbeddedEngine) -> list[int]:
+        return [token_id async for chunk in engine.generate(model.prompt, fine) for token_id in chunk.ids]
+
+    cut, whole = asyncio.run(main())
+    assert (cut, whole) == (expected[:4], expected)
