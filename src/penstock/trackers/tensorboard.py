@@ -1,5 +1,6 @@
 """TensorBoard: event files in the run's folder."""
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,8 +15,11 @@ class TensorboardTracker(Tracker):
 
     def start(self, run: TrackedRun) -> TrackerStart:
         folder = run.folder / "tensorboard"
-        # readers forget what was written of `purge_step` and later
-        self._writer = load_package("tensorboardX").SummaryWriter(str(folder), purge_step=run.first_step if run.id else None)
+        # Readers forget what was written of `purge_step` and later. Files are named by the second: of a run that is taken up within
+        # one, the first would be overwritten. Readers take them in the order of their names.
+        self._writer = load_package("tensorboardX").SummaryWriter(
+            str(folder), purge_step=run.first_step if run.id else None, filename_suffix=f".{time.time_ns()}"
+        )
         return TrackerStart(str(folder), f"tensorboard --logdir {run.folder.parent}")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:

@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 from async_cases import Watched
 
+from penstock.trackers.base import TrackedRun
+from penstock.trackers.tensorboard import TensorboardTracker
+
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]  # the warnings are theirs
 
 
@@ -48,6 +51,20 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert [each.step for each in found.Scalars("train/reward")] == [1, 2, 3]
     text = found.Tensors("rollouts/0/text_summary")[0].tensor_proto.string_val[0].decode()
     assert "- rollout: `train-0.0.1`" in text and "    at 0" in text
+
+
+@needs("tensorboardX", "tensorboard")
+def test_tensorboard_keeps_what_a_run_wrote_that_is_taken_up_within_the_second(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for step in range(1, 5):  # all in a second, or nearly
+        tracker = TensorboardTracker()
+        started = TrackedRun(project="", name="run", folder=tmp_path, config={}, first_step=step, id="known", offline=True)
+        tracker.start(started)
+        tracker.log({"reward": step / 4}, step)
+        tracker.finish("stopped")
+    found = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(each.step, each.value) for each in found.Scalars("reward")] == [(1, 0.25), (2, 0.5), (3, 0.75), (4, 1.0)]
 
 
 def wandb_records(content: bytes) -> Iterator[bytes]:
