@@ -3,6 +3,7 @@
 import asyncio
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from process_cases import SESSION, TASK, opened, write_agent
@@ -12,6 +13,7 @@ from penstock.events import Events
 from penstock.rollout.author_tasks import AuthorTasks
 from penstock.rollout.executors.base import ExecutorContext, read_section
 from penstock.rollout.executors.process import ProcessExecutor, ProcessSection
+from penstock.rollout.processes.fork_server import why_no_namespaces
 from penstock.sdk.discovery import load_agent
 
 THREAD = "threading.Thread(target=threading.Event().wait, daemon=True).start()"
@@ -37,6 +39,23 @@ def test_environment_leads_both_vendors_clients_to_the_session(tmp_path, monkeyp
     assert {found[key] for key in keys} == {SESSION.token}
     assert (found["PENSTOCK_ROLLOUT_ID"], found["OTHER_API_KEY"]) == (SESSION.rollout.id, "another's")
     assert "127.0.0.1" in found["NO_PROXY"].split(",")
+
+
+THREADS_AFTER_FORK = {
+    "a tracer": (
+        "from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter\n"
+        "TRACER = BatchSpanProcessor(ConsoleSpanExporter())"
+    ),
+    "a handler of forks": f"os.register_at_fork(after_in_child=lambda: {THREAD})",
+}
+
+
+@pytest.mark.skipif(bool(why_no_namespaces()), reason="no namespaces here")
+@pytest.mark.parametrize("top", THREADS_AFTER_FORK.values(), ids=THREADS_AFTER_FORK)
+def test_an_agent_whose_libraries_start_threads_in_forks_is_confined_all_the_same(tmp_path, top):
+    """A process must have one thread to confine itself."""
+    found = said(tmp_path, "return [{'mounts': os.readlink('/proc/self/ns/mnt')}]", top=top)
+    assert found["mounts"] != str(Path("/proc/self/ns/mnt").readlink())
 
 
 def test_grader_has_the_users_environment_and_no_key_of_the_rollout(tmp_path, monkeypatch):

@@ -1,10 +1,14 @@
-"""A process that confines itself: tried in a forked child, which reports what it could still do."""
+"""A process that confines itself, and reports what it can still do.
+
+It is a new one: libraries start threads in what is forked from this one (OpenTelemetry does), and it must have one.
+"""
 
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,32 +23,29 @@ WHY_NOT = why_no_namespaces() if sys.platform == "linux" else "Linux only"
 needs_namespaces = pytest.mark.skipif(bool(WHY_NOT), reason=f"namespaces: {WHY_NOT}")
 
 
-def in_child(sandbox: JobSandbox, artifacts: Path, look: Callable[[], Any]) -> Any:
-    """What `look` returns in a forked process that has entered the sandbox."""
-    reading, writing = os.pipe()
-    if (child := os.fork()) == 0:
-        try:
-            enter_sandbox(sandbox, str(artifacts))
-            os.write(writing, json.dumps(look()).encode())
-        except BaseException as error:
-            os.write(writing, json.dumps(repr(error)).encode())
-        finally:
-            os._exit(0)
-    os.close(writing)
-    os.waitpid(child, 0)
-    with os.fdopen(reading) as answer:
-        return json.loads(answer.read())
+def confined(look: Callable[..., Any], sandbox: JobSandbox, artifacts: Path, *arguments: str | int) -> Any:
+    """What `look` returns in a process that has entered the sandbox."""
+    job = json.dumps([look.__name__, asdict(sandbox), str(artifacts), arguments])
+    done = subprocess.run([sys.executable, __file__, job], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
-def content(path: Path) -> str:
+def content(path: str) -> str:
     try:
-        return path.read_text()
+        return Path(path).read_text()
     except OSError as error:
         return type(error).__name__
 
 
 def shell(script: str) -> str:
     return subprocess.run(["/bin/sh", "-c", script], capture_output=True, text=True, check=False).stdout
+
+
+def at_hidden_files(run: str, label: str) -> Any:
+    Path(run, "scratch/made").write_text("here")
+    uncover = shell(f"umount {run}; unshare -rm umount {run}; umount {label}; cat {run}/pool.db {label}")
+    return [content(f"{run}/pool.db"), content(label), uncover, [path.name for path in Path(run).iterdir()], os.geteuid()]
 
 
 @needs_namespaces
@@ -54,14 +55,14 @@ def test_a_confined_process_and_what_it_starts_see_no_hidden_file(tmp_path: Path
     (run / "pool.db").write_text("labels")
     label.write_text("the label")
     sandbox = JobSandbox(name="namespaces", hidden=(str(run), str(label)))
-
-    def look() -> Any:
-        (scratch / "made").write_text("here")
-        uncover = shell(f"umount {run}; unshare -rm umount {run}; umount {label}; cat {run}/pool.db {label}")
-        return [content(run / "pool.db"), content(label), uncover, [path.name for path in run.iterdir()], os.geteuid()]
-
-    assert in_child(sandbox, scratch, look) == ["FileNotFoundError", "", "", ["scratch"], os.geteuid()]
+    found = confined(at_hidden_files, sandbox, scratch, str(run), str(label))
+    assert found == ["FileNotFoundError", "", "", ["scratch"], os.geteuid()]
     assert (scratch / "made").read_text() == "here"
+
+
+def at_others(grader: str, victim: int) -> Any:
+    shell(f"echo forged > {grader}; mount -o remount,rw {grader}; rm -f {grader}")
+    return [content(f"/proc/{pid}/environ") for pid in (victim, os.getppid())]
 
 
 @needs_namespaces
@@ -70,17 +71,16 @@ def test_a_confined_process_changes_no_readonly_file_and_reads_no_other_process(
     grader.write_text("the grader")
     victim = subprocess.Popen(["sleep", "60"])
     try:
-
-        def look() -> Any:
-            shell(f"echo forged > {grader}; mount -o remount,rw {grader}; rm -f {grader}")
-            return [content(Path(f"/proc/{pid}/environ")) for pid in (victim.pid, os.getppid())]
-
         sandbox = JobSandbox(name="namespaces", readonly=(str(grader),))
-        assert in_child(sandbox, tmp_path, look) == ["PermissionError", "PermissionError"]
+        assert confined(at_others, sandbox, tmp_path, str(grader), victim.pid) == ["PermissionError", "PermissionError"]
     finally:
         victim.kill()
         victim.wait()
     assert grader.read_text() == "the grader"
+
+
+def at_a_private_file(path: str) -> Any:
+    return [os.getresuid(), os.getgroups(), content(path)]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
@@ -88,5 +88,14 @@ def test_a_process_with_a_user_id_of_its_own_cannot_read_private_files(tmp_path:
     private = tmp_path / "pool.db"
     private.write_text("labels")
     private.chmod(0o600)
-    found = in_child(JobSandbox(name="user", user=54_321), tmp_path, lambda: [os.getresuid(), os.getgroups(), content(private)])
+    found = confined(at_a_private_file, JobSandbox(name="user", user=54_321), tmp_path, str(private))
     assert found == [[54_321] * 3, [54_321] if found[1] else [], "PermissionError"]
+
+
+if __name__ == "__main__":
+    name, settings, artifacts, arguments = json.loads(sys.argv[1])
+    looks = {look.__name__: look for look in (at_hidden_files, at_others, at_a_private_file)}
+    enter_sandbox(
+        JobSandbox(**{key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}), artifacts
+    )
+    sys.stdout.write(json.dumps(looks[name](*arguments)))

@@ -159,6 +159,14 @@ def why_no_namespaces() -> str:
     return problem
 
 
+def _forks_have_one_thread() -> bool:
+    """Whether no library starts a thread in a forked process, which could not be confined then."""
+    if (child := os.fork()) == 0:
+        os._exit(threading.active_count() - 1)
+    _, status = os.waitpid(child, 0)
+    return status == 0
+
+
 def main(control: socket.socket) -> None:
     """Loads the agent, replies what was found, and serves."""
     control.set_inheritable(False)
@@ -168,18 +176,19 @@ def main(control: socket.socket) -> None:
     os.dup2(silent, 1)  # what the file prints on import was shown when the run imported it
     os.dup2(silent, 2)
     kill_on_hangup(control)
+    no_namespaces = why_no_namespaces()  # before the agent's libraries, which may start threads in what is forked
     try:
         agent = spec.load()
         preload_clients(agent.entry.resolve().parent)
     except ConfigError as error:
         return send(control, json.dumps({"refused": str(error)}).encode())
     ignore_hangup(control)
-    forks = not fresh and threading.active_count() == 1
+    forks = not fresh and threading.active_count() == 1 and _forks_have_one_thread()
     found = {
         "workflow": agent.workflow.__name__,
         "grader": agent.grader and agent.grader.__name__,
         "forks": forks,
-        "why_no_namespaces": why_no_namespaces(),
+        "why_no_namespaces": no_namespaces,
     }
     send(control, json.dumps(found).encode())
     sys.stdout.flush()
