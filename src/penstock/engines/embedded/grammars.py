@@ -30,9 +30,9 @@ COMPILED_ONCE_S = 0.1
 """A grammar that takes longer is compiled once: replies would wait for it."""
 _TEXT = r'[^"\\\x00-\x1F\x7F]'
 SLICES = (r"[\x20\x0A\x0D\x09]+", *(f"{_TEXT}{{1,{length}}}" for length in (*range(8, 17), 20, 30)), f"{_TEXT}+")
-"""Classes of tokens that llguidance allows as a whole where a string has room for the longest of them. Each token counts to the
-first class that holds it, and the tokens of other classes are tried one by one. llguidance's own lengths, 10 and 30, make a mask
-inside a string of bounded length three times as slow, and none other."""
+"""Classes of tokens. llguidance allows one as a whole where a string has room for its longest token, and otherwise tries its tokens
+one by one; each token belongs to the first class that holds it. With its own classes, of lengths up to 10 and 30, masks inside
+strings of bounded length take three times as long. No mask depends on them."""
 
 
 class CompiledGrammar:
