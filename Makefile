@@ -25,7 +25,7 @@ help:
 
 LOCKS := requirements.lock requirements-cpu.lock requirements-cuda.lock
 
-$(STAMP): pyproject.toml facades/pyproject.toml constraints.txt $(LOCKS)
+$(STAMP): pyproject.toml packages/controller/pyproject.toml packages/compat/pyproject.toml constraints.txt $(LOCKS)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python tools/lock.py install
 	@touch $(STAMP)
@@ -105,9 +105,10 @@ dist: $(STAMP)
 	rm -rf dist build/commit && mkdir -p dist build/commit
 	git archive HEAD | tar -x -C build/commit
 	cd build/commit && $(CURDIR)/$(BIN)/hatchling build -d $(CURDIR)/dist
-	cd build/commit/facades && $(CURDIR)/$(BIN)/hatchling build -d $(CURDIR)/dist
+	cd build/commit/packages/controller && $(CURDIR)/$(BIN)/hatchling build -d $(CURDIR)/dist
+	cd build/commit/packages/compat && $(CURDIR)/$(BIN)/hatchling build -d $(CURDIR)/dist
 	$(BIN)/python tools/sbom.py dist
 	cd dist && sha256sum * > SHA256SUMS
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info facades/src/*.egg-info
+	rm -rf $(VENV) build dist src/*.egg-info packages/*/src/*.egg-info

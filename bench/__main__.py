@@ -9,7 +9,6 @@ NAMES = (
     "training",
     "pool",
     "gateway",
-    "gateway.alternatives",
     "rollouts",
     "step",
     "evals",

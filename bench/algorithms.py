@@ -98,7 +98,7 @@ def run_config(task: str, settings: list[str], folder: Path) -> Any:
     """Returns the summary of a run in `folder`."""
     from penstock.config import load_config
     from penstock.run.inputs import read_inputs
-    from penstock.train.run import train
+    from penstock.train.trainer import train
 
     config = load_config(AGENTS / f"{task}.toml", [f'run.folder="{folder}"', *settings])
 

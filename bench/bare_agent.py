@@ -7,8 +7,8 @@ import orjson
 from bench.gpu.one_turn import EXAMPLES, SYSTEM, is_call
 from penstock import AgentWorkflow, AgentWorkflowConfig, AgentWorkflowContext, Grader, GraderContext
 from penstock.records import Message
-from penstock.sdk.flows.client import FlowConnections
 from penstock.sdk.routing import RolloutContext, running_rollout
+from penstock_compat.flows.client import FlowConnections
 
 
 class BareConfig(AgentWorkflowConfig):

@@ -53,11 +53,11 @@ from penstock.engines.embedded.engine import pick_device, pick_dtype
 from penstock.engines.embedded.weights import load_decoder, save_decoder
 from penstock.models.pull import resolve
 from penstock.pool.sqlite import SqlitePool
-from penstock.records import Attempt, Group, Message, Sequence, Step
+from penstock.records import Group, Message, Rollout, Sequence, Step
 from penstock.testing import SPECIAL, write_tokenizer
 from penstock.train.advantages.grpo import grpo
+from penstock.train.checkpoints import write_model
 from penstock.train.learner import Learner, make_learner
-from penstock.train.policy import write_model
 
 GROUPS_PER_BATCH = 4
 
@@ -85,7 +85,7 @@ class TrainedCall(NamedTuple):
 Rule = Callable[[list[Call], Renderer], Iterator[TrainedCall]]
 
 
-def calls(attempt: Attempt) -> list[Call]:
+def calls(attempt: Rollout) -> list[Call]:
     """Returns the calls of a rollout with one conversation."""
     nodes, steps = {node.id: node for node in attempt.nodes}, {step.index: step for step in attempt.steps}
     found: list[Call] = []
@@ -174,11 +174,11 @@ def project(groups: Iterable[Group], rule: Rule, renderer: Renderer, counts: Rul
     return made, rollouts
 
 
-def _sequence(attempt: Attempt, call: TrainedCall, advantage: float, weight: float) -> Sequence:
+def _sequence(attempt: Rollout, call: TrainedCall, advantage: float, weight: float) -> Sequence:
     before, size = len(call.prompt), len(call.reply)
     return Sequence(
-        rollout_id=attempt.rollout.id,
-        group_id=attempt.rollout.group_id,
+        rollout_id=attempt.ref.id,
+        group_id=attempt.ref.group_id,
         token_ids=call.prompt + call.reply,
         trained=(False,) * before + (True,) * size,
         logprobs=(0.0,) * before + call.logprobs,

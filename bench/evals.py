@@ -7,9 +7,6 @@ second, and how near to it one process comes is decided by the processor time of
 (b) a bare loop that awaits `engine.generate`: no agent, no HTTP, nothing recorded, no grade
 (c) the same agent's client alone, against a server in another process that answers alike and does nothing else
 ours: `evaluate`, from the first rollout's start to the last one's end on disk; agent, gateway, pool, grader and events included
-With `--processes N`, ours makes its rollouts in N processes: N times as many, so that each has some time to run, with a part of the
-engine's slots for each; processor time is the parent's alone. By default as many as there are cores, less one each for the parent,
-the process that writes, and all else.
 Two agents: one on the `openai` client that a workflow is given, one on bare aiohttp, the least that an agent in Python can spend.
 """
 
@@ -83,7 +80,7 @@ class Clock:
                 self.cpu_s += time.process_time()
 
 
-def config_of(folder: Path, agent: str, slots: int, processes: int) -> RunConfig:
+def config_of(folder: Path, agent: str, slots: int) -> RunConfig:
     """An evaluation of one attempt at each task."""
     tree = {
         "run": {"name": agent, "folder": str(folder)},
@@ -91,17 +88,16 @@ def config_of(folder: Path, agent: str, slots: int, processes: int) -> RunConfig
         "agent": {"entry": str(Path(__file__).parent / "eval_agents" / f"{agent}.py")},
         "dataset": {"train": str(folder / "tasks.jsonl")},
         "rollout": {"concurrency": AT_ONCE, "agent_timeout_s": 600, "grader_timeout_s": 600},
-        "engine": {"name": "bench.scale_engine:open_tenth", "slots": slots // processes},
+        "engine": {"name": "bench.scale_engine:open_tenth", "slots": slots},
         "gateway": {"rollout_calls_per_s": 1e9},
-        "eval": {"processes": processes},
     }
     return evaluation_config(make_config(tree, "the benchmark"))
 
 
-async def ours(folder: Path, model: Path, agent: str, slots: int, total: int, processes: int) -> Ours:
+async def ours(folder: Path, model: Path, agent: str, slots: int, total: int) -> Ours:
     """A whole evaluation, in a folder of its own."""
     (folder / "tasks.jsonl").write_text("{}\n")
-    config, listener = config_of(folder, agent, slots, processes), Clock(total)
+    config, listener = config_of(folder, agent, slots), Clock(total)
     inputs = Inputs(
         tasks=[Task(id=f"t{number}", prompt=(ASKED,)) for number in range(total)],
         heldout=[],
@@ -152,9 +148,9 @@ async def _clocked(call: Callable[[], Awaitable[Any]], total: int) -> Speed:
     return await clock(lambda: closed_loop(rollout, total, AT_ONCE), total, alone=True)
 
 
-async def measure(agent: str, slots: int, *, quick: bool, processes: int) -> list[Round]:
+async def measure(agent: str, slots: int, *, quick: bool) -> list[Round]:
     """Repetitions, ours beside its neighbours; the client alone has a server without such slots."""
-    total, rounds = min(ROLLOUTS * processes, 32 * slots) // (4 if quick else 1), list[Round]()
+    total, rounds = min(ROLLOUTS, 32 * slots) // (4 if quick else 1), list[Round]()
     with tempfile.TemporaryDirectory() as name:
         model = write_tokenizer(Path(name) / "model", corpus=[SAID * 40, str(ASKED) * 40], vocab_size=400)
         engine = open_tenth(model, name="scripted", section=EngineSection(slots=slots), seed=0)
@@ -163,7 +159,7 @@ async def measure(agent: str, slots: int, *, quick: bool, processes: int) -> lis
             for number in range(1 if quick else REPETITIONS):
                 folder = Path(name) / str(number)
                 folder.mkdir()
-                own = await ours(folder, model, agent, slots, total, processes)
+                own = await ours(folder, model, agent, slots, total)
                 beside = min(total, ROLLOUTS)
                 rounds.append(Round(own, await bare(engine, beside), await client_alone(upstream, agent, beside)))
     return rounds
@@ -191,21 +187,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.evals", description="Evaluations with 256 rollouts at once.")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--quick", action="store_true", help="fewer rollouts: a look, not a measurement")
-    default = max(min(2, os.cpu_count() or 1), (os.cpu_count() or 1) - 3)
-    parser.add_argument("--processes", type=int, default=default, help=f"that make our rollouts; {default} here")
     options, _ = parser.parse_known_args()
 
     def figured(agent: str, slots: int) -> dict[str, float]:
-        slots -= slots % options.processes  # each process has as many, and the bare loop those of all
-        return figures(asyncio.run(measure(agent, slots, quick=options.quick, processes=options.processes)), slots)
+        return figures(asyncio.run(measure(agent, slots, quick=options.quick)), slots)
 
     found = {agent: {engine: figured(agent, slots) for engine, slots in SLOTS.items()} for agent in AGENTS}
     if options.json:
-        head = {"cores": os.cpu_count(), "processes": options.processes}
-        print(orjson.dumps({**head, **found}, option=orjson.OPT_INDENT_2).decode())
+        print(orjson.dumps({"cores": os.cpu_count(), **found}, option=orjson.OPT_INDENT_2).decode())
         return
-    many = "es (processor time is the parent's alone)" if options.processes > 1 else ""
-    print(f"evals: {options.processes} process{many} on {os.cpu_count()} cores")
+    print(f"evals: one process on {os.cpu_count()} cores")
     for agent, engines in found.items():
         for engine, own in engines.items():
             print(f"evals: {agent}, engine of {engine}: {own['rollouts_per_s']:.0f} rollouts/s with {AT_ONCE} at once", end="")

@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 
 from penstock.pool.base import Pool
 from penstock.pool.rows import encode_row
-from penstock.pool.sql.sqlite import open_database
-from penstock.pool.sqlite import SqlitePool
-from penstock.records import End, Grade, Node, Rollout, Sampling, Step, Task, make_rollout
+from penstock.pool.sqlite import SqlitePool, open_database
+from penstock.records import End, Grade, Node, RolloutRef, Sampling, Step, Task, make_rollout
 
 WRITERS = {1: 100, 16: 40, 256: 8}
 """Concurrent writers, and how many steps each of them writes."""
@@ -51,7 +50,7 @@ def make_call(
         id=index,
         parent=parent,
         token_ids=tuple(spread.choices(range(50_000), k=context)),
-        chain=f"{index:032x}",
+        messages_digest=f"{index:032x}",
         messages=({"role": "user", "content": " ".join(WORDS[at : at + context // 2])},),
     )
     step = Step(
@@ -65,7 +64,7 @@ def make_call(
         sampling=Sampling(),
         finish="stop",
         message={"role": "assistant", "content": " ".join(WORDS[at : at + new // 2])},
-        chain=f"{index:032x}",
+        messages_digest=f"{index:032x}",
     )
     return step, node
 
@@ -172,7 +171,15 @@ async def bytes_per_step(folder: Path) -> tuple[float, float]:
             await pool.append(step, node)
             ids, messages = ids + node.token_ids, (*messages, *node.messages)
             context = encode_row(
-                Node(rollout_id=rollout.id, id=index, parent=None, token_ids=ids, chain=node.chain, messages=messages), "x"
+                Node(
+                    rollout_id=rollout.id,
+                    id=index,
+                    parent=None,
+                    token_ids=ids,
+                    messages_digest=node.messages_digest,
+                    messages=messages,
+                ),
+                "x",
             )
             reply = encode_row(step, "x")
             columns = b"".join(column or b"" for column in (*context.columns, *reply.columns))
@@ -222,7 +229,7 @@ async def growth(folder: Path, total: int) -> list[Growth]:
 
 async def _fill(pool: Pool, seq: int) -> None:
     """A group, start to end."""
-    rollouts: list[Rollout] = [make_rollout(f"train-{seq}", TASK.id, place) for place in range(GROUP_SIZE)]
+    rollouts: list[RolloutRef] = [make_rollout(f"train-{seq}", TASK.id, place) for place in range(GROUP_SIZE)]
     await pool.open_group(TASK, rollouts, seq=seq)
     for step, node in SMALL:
         for rollout in rollouts:

@@ -36,7 +36,7 @@ from penstock.gateway.auth import GatewayTokens
 from penstock.integrations.openai_agents import RolloutAgent, RolloutModel, RolloutSession
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
-from penstock.records import End, Rollout, Sampling, Task, make_rollout
+from penstock.records import End, RolloutRef, Sampling, Task, make_rollout
 from penstock.rollout.runner import Runner, open_runner
 from penstock.sdk.discovery import Agent
 from penstock.testing import ScriptedEngine, write_tokenizer
@@ -71,7 +71,7 @@ class Session(NamedTuple):
 
     token: str
     base_url: str
-    rollout: Rollout
+    rollout: RolloutRef
     sampling: Sampling
     flow_token: str = ""
 
@@ -87,7 +87,7 @@ class Remote:
     def __init__(self, base_url: str) -> None:
         self._tokens, self._base_url = GatewayTokens(SECRET), base_url
 
-    def open(self, rollout: Rollout, sampling: Sampling, *, fresh: bool) -> Session:
+    def open(self, rollout: RolloutRef, sampling: Sampling, *, fresh: bool) -> Session:
         return Session(self._tokens.model(rollout.id), self._base_url, rollout, sampling)
 
     def close(self, rollout_id: str) -> None:
@@ -99,7 +99,7 @@ class Case(NamedTuple):
 
     number: str
     task: Task
-    rollout: Rollout
+    rollout: RolloutRef
 
 
 class Speed(NamedTuple):
@@ -138,7 +138,7 @@ class Bench:
             cases = [await self._open() for _ in range(count)]
             speeds[ours] = await clock([self._ours(case) if ours else self._unmodified(case) for case in cases])
             for case in cases:
-                attempt = await self._pool.attempt(case.rollout.id)
+                attempt = await self._pool.rollout(case.rollout.id)
                 told = [re.findall(r"case-(\d+)", str(step.message)) for step in attempt.steps]
                 lost += len(told) != CALLS or (ours and (attempt.end is not End.COMPLETED or attempt.reward != 1.0))
                 names = {step.transcript for step in attempt.steps}

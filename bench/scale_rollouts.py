@@ -32,7 +32,7 @@ from penstock.sdk.clients import Clients
 from penstock.sdk.discovery import open_agent
 from penstock.sdk.routing import RolloutContext
 from penstock.testing import write_tokenizer
-from penstock.train.training_run import LocalRollouts, open_rollouts
+from penstock.train.resources import LocalRollouts, open_rollouts
 
 GROUP = 8
 ENOUGH = 4096

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from bench.scale_agents.waiting import MEDIAN_S, SIGMA
 from penstock.config import RunConfig
 from penstock.run.inputs import read_inputs
-from penstock.train.run import train
+from penstock.train.trainer import train
 
 GROUPS, SIZE, AT_ONCE = 4, 8, 64
 STALENESS = (0, 1, 4, 8)

@@ -34,7 +34,7 @@ from penstock.sdk.discovery import open_agent
 from penstock.sdk.routing import RolloutContext
 from penstock.system.processes import relax_gc
 from penstock.testing import write_tokenizer
-from penstock.train.training_run import open_rollouts
+from penstock.train.resources import open_rollouts
 
 GROUPS, SIZE = 4, 8
 STEPS, FIRST = 60, 10
@@ -92,7 +92,7 @@ async def ours(folder: Path, agent: Path) -> list[StepTime]:
                 for step in range(FIRST + STEPS):
                     lease = await claim(pool)
                     times.append(clock.lap())
-                    assert sum(len(one.attempts) for one in lease.groups) == GROUPS * SIZE
+                    assert sum(len(one.rollouts) for one in lease.groups) == GROUPS * SIZE
                     await pool.ack(lease.id, 0)
                     clock.lap()
                     rollouts.advance(step + 1)

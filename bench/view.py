@@ -20,7 +20,7 @@ import aiohttp
 
 from penstock.config import RunConfig
 from penstock.pool.rows import encode_row, grade_key
-from penstock.pool.sql.sqlite import migrate, open_database
+from penstock.pool.sqlite import migrate, open_database
 from penstock.records import Grade, Node, Sampling, Step, Task, make_rollout
 from penstock.run.folder import RunFolder, open_run_folder
 from penstock.view.app import serve_view
@@ -78,7 +78,9 @@ def _add_group(database: Any, seq: int, calls: int) -> None:
 def _add_call(database: Any, rollout_id: str, index: int, version: int) -> None:
     parent = index - 1 if index else None
     message = {"role": "user", "content": f"result {index}"}
-    node = Node(rollout_id=rollout_id, id=index, parent=parent, token_ids=tuple(range(20)), chain="c", messages=(message,))
+    node = Node(
+        rollout_id=rollout_id, id=index, parent=parent, token_ids=tuple(range(20)), messages_digest="c", messages=(message,)
+    )
     ids = tuple(range(index, index + TOKENS))
     step = Step(
         rollout_id=rollout_id,
@@ -91,7 +93,7 @@ def _add_call(database: Any, rollout_id: str, index: int, version: int) -> None:
         sampling=Sampling(),
         finish="stop",
         message={"role": "assistant", "content": f"reply {index}"},
-        chain="c",
+        messages_digest="c",
         seconds=0.1,
         created=1_790_000_000.0,
     )

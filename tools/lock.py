@@ -12,17 +12,20 @@ import sys
 import tempfile
 import tomllib
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 LOCK = ROOT / "requirements.lock"
 CPU_LOCK = ROOT / "requirements-cpu.lock"
 CUDA_LOCK = ROOT / "requirements-cuda.lock"
 EXTRAS = ("local", "dev", "docs")
+PACKAGES = ("packages/controller", "packages/compat")
+"""The wheels besides the core."""
 CUDA = ("cuda-", "nvidia-", "torch==", "triton==")
 HEAD = "# Made by `make lock`; do not edit."
 PYTHONS = ((3, 11), (3, 12), (3, 13))
 PIP = (sys.executable, "-m", "pip")
+EDITABLE = tuple(word for package in PACKAGES for word in ("-e", package))
 
 
 class Pin(NamedTuple):
@@ -45,15 +48,15 @@ def install() -> None:
     """Where the lock fits, nothing is resolved and every file is checked. Elsewhere pip resolves within constraints.txt."""
     if not fits():
         print("requirements.lock is for Linux x86-64 and CPython 3.11 to 3.13: pip chooses the versions here")
-        run(*PIP, "install", "-q", "-c", "constraints.txt", "-e", f".[{','.join(EXTRAS)}]", "-e", "facades")
+        run(*PIP, "install", "-q", "-c", "constraints.txt", "-e", f".[{','.join(EXTRAS)}]", *EDITABLE)
         return
     locked = (*PIP, "install", "-q", "--no-deps", "--require-hashes", "-r")
     run(*locked, str(LOCK))
     if not (sys.version_info[:2] == PYTHONS[0] and installed(*locked, str(CPU_LOCK))):
         run(*locked, str(CUDA_LOCK))
-    if missing := unlocked(LOCK.read_text() + CUDA_LOCK.read_text(), (ROOT / "pyproject.toml").read_text()):
+    if missing := unlocked(LOCK.read_text() + CUDA_LOCK.read_text(), *projects()):
         sys.exit(f"requirements.lock lacks {', '.join(missing)} of pyproject.toml; run: make lock")
-    run(*PIP, "install", "-q", "--no-deps", "--no-build-isolation", "-e", ".", "-e", "facades")
+    run(*PIP, "install", "-q", "--no-deps", "--no-build-isolation", "-e", ".", *EDITABLE)
 
 
 def installed(*command: str) -> bool:
@@ -68,21 +71,32 @@ def installed(*command: str) -> bool:
     return False
 
 
-def unlocked(lock: str, project: str) -> list[str]:
-    """Requirements of the project that the lock does not meet."""
+def projects() -> list[str]:
+    """Returns the texts of every pyproject.toml, the core's first."""
+    return [(ROOT / folder / "pyproject.toml").read_text() for folder in ("", *PACKAGES)]
+
+
+def unlocked(lock: str, *projects: str) -> list[str]:
+    """Returns the requirements of the projects that the lock does not meet."""
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
     versions = {pin.name: pin.version for pin in pins(lock)}
-    table = tomllib.loads(project)
-    extras = [one for extra in EXTRAS for one in table["project"]["optional-dependencies"][extra]]
-    wanted = [*table["build-system"]["requires"], *table["project"]["dependencies"], *extras]
+    wanted: list[str] = []
+    for table in map(tomllib.loads, projects):
+        extras: dict[str, list[str]] = table["project"].get("optional-dependencies", {})
+        wanted += [*table["build-system"]["requires"], *foreign(table), *(one for name in EXTRAS for one in extras.get(name, ()))]
 
     def met(requirement: Requirement) -> bool:
         version = versions.get(canonicalize_name(requirement.name))
         return version is not None and requirement.specifier.contains(version, prereleases=True)
 
-    return [one for one in wanted if not met(Requirement(one))]
+    return [one for one in dict.fromkeys(wanted) if not met(Requirement(one))]
+
+
+def foreign(project: dict[str, Any]) -> list[str]:
+    """Returns the dependencies of a project without those on our own wheels."""
+    return [one for one in project["project"]["dependencies"] if not one.startswith("penstock-")]
 
 
 def pins(lock: str) -> list[Pin]:
@@ -95,9 +109,11 @@ def write(*options: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         draft = Path(folder) / "requirements.txt"
         draft.write_text("".join(file.read_text() for file in (LOCK, CUDA_LOCK) if file.exists()))
+        more = Path(folder) / "packages.in"  # not their pyproject.toml: the index does not have the core they depend on
+        more.write_text("\n".join(one for text in projects()[1:] for one in foreign(tomllib.loads(text))))
         compile_ = (sys.executable, "-m", "uv", "pip", "compile", "-q", "--universal", "--python-version", "3.11")
         looks = ("--generate-hashes", "--no-header", "--no-annotate")
-        run(*compile_, *looks, *extras, "-c", "constraints.txt", "-o", str(draft), *options, "pyproject.toml")
+        run(*compile_, *looks, *extras, "-c", "constraints.txt", "-o", str(draft), *options, "pyproject.toml", str(more))
         packages = re.split(r"\n(?=\S)", draft.read_text().rstrip())
     LOCK.write_text("\n".join([HEAD, *(one for one in packages if not one.startswith(CUDA))]) + "\n")
     CUDA_LOCK.write_text("\n".join([HEAD, *(one for one in packages if one.startswith(CUDA))]) + "\n")

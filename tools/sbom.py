@@ -76,7 +76,7 @@ def bill(packages: list[Package], version: str) -> dict[str, Any]:
     purl = {one.name: f"pkg:pypi/{one.name}@{one.version}" for one in packages}
     licences = {one.name: [{"expression": one.licence}] for one in packages}
     when = datetime.fromtimestamp(int(os.environ.get("SOURCE_DATE_EPOCH", "0")), UTC)
-    root = {"type": "library", "bom-ref": "penstock", "name": "penstock", "version": version}
+    root = {"type": "library", "bom-ref": "penstock-rl", "name": "penstock-rl", "version": version}
     return {
         "bomFormat": "CycloneDX",
         "specVersion": "1.6",
@@ -94,7 +94,7 @@ def bill(packages: list[Package], version: str) -> dict[str, Any]:
             for name, found, _, _ in packages
         ],
         "dependencies": [
-            {"ref": "penstock", "dependsOn": list(purl.values())},
+            {"ref": "penstock-rl", "dependsOn": list(purl.values())},
             *({"ref": purl[one.name], "dependsOn": [purl[name] for name in one.needs if name in purl]} for one in packages),
         ],
     }
@@ -107,7 +107,7 @@ def main(folder: Path) -> None:
         sys.exit(f"{cause.name} is locked and not installed; run: make install")
     if refused := [f"{one.name} ({one.licence or 'no licence told'})" for one in packages if not fitting(one.licence)]:
         sys.exit(f"licences that are not known to fit: {', '.join(refused)}; look at them, then add them to tools/sbom.py")
-    (folder / "sbom.cdx.json").write_text(json.dumps(bill(packages, metadata.version("penstock")), indent=1) + "\n")
+    (folder / "sbom.cdx.json").write_text(json.dumps(bill(packages, metadata.version("penstock-rl")), indent=1) + "\n")
     rows = [f"| {one.name} | {one.version} | {one.licence} |" for one in packages]
     text = ["# Licences of the locked set", "", "| package | version | licence |", "|---|---|---|", *rows]
     (folder / "licences.md").write_text("\n".join(text) + "\n")

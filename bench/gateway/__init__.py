@@ -11,11 +11,10 @@ import asyncio
 import sys
 import tempfile
 from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
-from urllib.parse import urlsplit
 
 import orjson
 import psutil
@@ -57,11 +56,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="under five minutes")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--litellm", metavar="PROGRAM", help="compare with this `litellm` too, from a venv with litellm[proxy]")
-    parser.add_argument(
-        "--workers", type=int, default=2, help="the crowd again, on so many workers that share port and pool; 1 leaves it out"
-    )
     options, _ = parser.parse_known_args()
-    found = asyncio.run(measure(QUICK if options.quick else tuple(CELLS), litellm=options.litellm, workers=options.workers))
+    found = asyncio.run(measure(QUICK if options.quick else tuple(CELLS), litellm=options.litellm))
     if options.json:
         print(orjson.dumps(found, option=orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY).decode())
         return
@@ -69,7 +65,7 @@ def main() -> None:
         print(f"{name:32} {value:10.3f}" if isinstance(value, float) else f"{name:32} {value:>10}")
 
 
-async def measure(names: tuple[str, ...], *, litellm: str | None = None, workers: int = 1) -> dict[str, float | int]:
+async def measure(names: tuple[str, ...], *, litellm: str | None = None) -> dict[str, float | int]:
     """All figures, by name."""
     found: dict[str, float | int] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -79,8 +75,6 @@ async def measure(names: tuple[str, ...], *, litellm: str | None = None, workers
                 found |= {f"{name}.{key}": value for key, value in figures(pairs).items()}
                 _say(f"{name}: {found[f'{name}.per_core']:.2f}x the calls per core")
             found |= await crowd(ours, upstream)
-            if workers > 1:
-                found |= await shared_crowd(Path(folder), upstream, workers)
             if litellm:
                 found |= await against(litellm, Path(folder), ours, upstream[0])
         found |= await asyncio.to_thread(turns, Path(folder))
@@ -134,19 +128,6 @@ async def crowd(ours: Server, upstream: Server) -> dict[str, float | int]:
         "crowd.p50_over_direct": ratio,
         "crowd.kb_per_call": grown / CROWD.callers / 1024,
     }
-
-
-async def shared_crowd(folder: Path, upstream: Server, workers: int) -> dict[str, float | int]:
-    """The same on several workers of one gateway, which tell each other what they wrote."""
-    async with AsyncExitStack() as stack:
-        home = Path(tempfile.mkdtemp(dir=folder))
-        first = await stack.enter_async_context(serving("gateway", str(home), "0", str(workers)))
-        port = str(urlsplit(first[0]).port)
-        for number in range(1, workers):
-            await stack.enter_async_context(serving("gateway", str(home), str(number), str(workers), port))
-        await load(*first, Cell(32 * workers, seconds=0.5))
-        errors, ratio = await _crowd_over_direct(first, upstream)
-    return {"shared_crowd.workers": workers, "shared_crowd.errors": errors, "shared_crowd.p50_over_direct": ratio}
 
 
 async def _crowd_over_direct(ours: Server, upstream: Server) -> tuple[int, float]:

@@ -1,11 +1,9 @@
 """The servers that are compared, each in a process of its own: `python -m bench.gateway.servers KIND ARGUMENTS`."""
 
 import asyncio
-import socket
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +19,7 @@ from starlette.types import ASGIApp
 
 from penstock.chat.renderer import Renderer
 from penstock.engines.base import SampledChunk
-from penstock.gateway import Gateway, GatewayLimits, last_request
-from penstock.gateway.shared_counters import Peers
-from penstock.http.listen import bind
+from penstock.gateway import Gateway, GatewayLimits
 from penstock.pool import POOLS
 from penstock.records import Sampling, Task, make_rollout
 from penstock.system.processes import relax_gc
@@ -75,26 +71,18 @@ class ReadyEngine(ScriptedEngine):
         return SampledChunk(tuple(ids), logprobs, logprobs, tuple(0 for _ in ids), finish)
 
 
-async def serve_gateway(folder: str, number: str = "0", of: str = "1", port: str = "0") -> None:
-    """Our gateway on a SQLite pool of its own, every step on disk before its last byte, or one of several workers on it."""
-    sock, peers = bind("127.0.0.1", int(port), shared=of != "1"), Peers(int(number), int(of), Path(folder))
-    async with await make_gateway(Path(folder), sock=sock, peers=peers) as gateway:
+async def serve_gateway(folder: str) -> None:
+    """Our gateway with its own SQLite pool: every step is on disk before its last byte."""
+    async with await make_gateway(Path(folder)) as gateway:
         await say_and_wait(gateway.base_url)
 
 
-async def serve_gateway_reading_whole(folder: str) -> None:
-    """Our gateway with `orjson.loads` and a digest of every whole body."""
-    last_request.IncrementalBody = WholeBody  # type: ignore[misc, assignment]  # no seam: the gateway has no such choice
-    await serve_gateway(folder)
-
-
-async def make_gateway(folder: Path, *, sock: socket.socket | None = None, peers: Peers | None = None) -> Gateway:
-    """A gateway in front of an engine that answers at once; the first of several opens the rollouts."""
+async def make_gateway(folder: Path) -> Gateway:
+    """A gateway in front of an engine that answers at once."""
     model, store = write_tokenizer(folder / "model", corpus=CORPUS, vocab_size=600), folder / "pool"
     renderer, pool = Renderer.load(model), POOLS.load("sqlite")(store)
-    if peers is None or peers.number == 0:
-        rollouts = [make_rollout("train-0", "t", place) for place in range(CALLERS)]
-        await pool.open_group(Task(id="t", prompt=({"role": "user", "content": "?"},)), rollouts, seq=0)
+    rollouts = [make_rollout("train-0", "t", place) for place in range(CALLERS)]
+    await pool.open_group(Task(id="t", prompt=({"role": "user", "content": "?"},)), rollouts, seq=0)
     engine = ReadyEngine([], renderer.tokenizer)
     engine.answer(renderer.tokenizer.encode(SAID * 50)[: REPLY_TOKENS - 1] + list(renderer.stop_ids[:1]))
     return Gateway(
@@ -104,19 +92,7 @@ async def make_gateway(folder: Path, *, sock: socket.socket | None = None, peers
         secret=SECRET,
         sampling={"train": Sampling(max_tokens=1024)},
         limits=GatewayLimits(calls_per_s=1e9),
-        sock=sock,
-        peers=peers,
     )
-
-
-class WholeBody:
-    """Does what `GrowingBody` does, and remembers nothing."""
-
-    def digest(self, who: bytes, body: bytes) -> str:
-        return sha256(who + body).hexdigest()
-
-    def read(self, body: bytes) -> Any:
-        return orjson.loads(body)
 
 
 async def serve_proxy(upstream: str) -> None:
@@ -197,7 +173,6 @@ async def serving(*arguments: str) -> AsyncGenerator[tuple[str, psutil.Process],
 
 SERVERS = {
     "gateway": serve_gateway,
-    "gateway_reading_whole": serve_gateway_reading_whole,
     "proxy": serve_proxy,
     "upstream": serve_upstream,
 }

@@ -32,7 +32,7 @@ from penstock.config import EmbeddedSection, TrainSection
 from penstock.engines.embedded.engine import EmbeddedEngine, open_engine
 from penstock.engines.embedded.weights import read_weights
 from penstock.records import Sampling, Sequence
-from penstock.train import masters
+from penstock.train import precision
 from penstock.train.learner import Learner
 
 TASKS = Path(__file__).parents[2] / "examples" / "multiply" / "tasks.jsonl"
@@ -103,7 +103,7 @@ def _rounding(variant: str) -> Generator[None]:
     def nearest(values: Tensor, **_: int) -> Tensor:
         return values.bfloat16().float()
 
-    with patch.object(masters, "round_to_bfloat16", nearest if variant == "nearest" else masters.round_to_bfloat16):
+    with patch.object(precision, "round_to_bfloat16", nearest if variant == "nearest" else precision.round_to_bfloat16):
         yield
 
 

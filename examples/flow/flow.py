@@ -7,7 +7,7 @@ from typing import Any
 from openai import AsyncOpenAI
 
 from penstock import Grader, GraderContext
-from penstock.sdk.flow import BlackBoxAgentFlowBase, register
+from penstock_compat.flow import BlackBoxAgentFlowBase, register
 
 TOOL: Any = {
     "type": "function",

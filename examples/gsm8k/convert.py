@@ -11,8 +11,8 @@ from typing import Any
 import orjson
 
 from penstock.errors import DatasetError
-from penstock.graders.gsm8k import ground_truth
 from penstock.sdk.dataset import DatasetRow, read_rows
+from penstock_compat.graders.gsm8k import ground_truth
 
 SOURCE = "openai/gsm8k"
 ASKED = 'Think step by step and give the final answer after "####".'

@@ -1,6 +1,6 @@
 """Records to bytes and back: the only place that knows how a record is written.
 
-Plain fields go as JSON; long token columns as raw little-endian arrays, which a pool keeps in columns of their own.
+Plain fields go as JSON; long token columns as raw little-endian arrays, which a pool keeps in separate columns.
 """
 
 import struct
@@ -60,7 +60,7 @@ def unpack_ints(blob: bytes) -> tuple[int, ...]:
 def extend_ids_hash(previous: blake2b | None, ids: Sequence[int]) -> blake2b:
     """Return the hash of the ids of `previous` followed by `ids`. `previous` is not changed, so that paths may fork.
 
-    `hexdigest()` of it is what `Step.context` holds, whoever computes it and in however many parts.
+    `hexdigest()` of it is what `Step.context_digest` holds, whoever computes it and in however many parts.
     """
     grown = blake2b(digest_size=16) if previous is None else previous.copy()
     for piece in pieces(pack_ints(ids), UNLOCKED):
@@ -87,11 +87,7 @@ def pieces(blob: bytes | memoryview, size: int) -> Iterable[bytes | memoryview]:
 
 
 def context_digest(ids: Sequence[int]) -> str:
-    """Return the value of `Step.context` for these token ids.
-
-    >>> context_digest([1, 2, 3]) == ids_hash(ids_hash(None, [1]), [2, 3]).hexdigest()
-    True
-    """
+    """Returns the value of `Step.context_digest` for these token ids."""
     return extend_ids_hash(None, ids).hexdigest()
 
 
@@ -193,9 +189,25 @@ def _same(value: Any) -> Any:
     return value
 
 
+_OLD_NAMES = {
+    "Node": {"chain": "messages_digest"},
+    "Step": {"chain": "messages_digest", "context": "context_digest"},
+    "Rollout": {"rollout": "ref"},
+    "Group": {"attempts": "rollouts"},
+}
+"""Per record: field names in older files, and what they are called now."""
+
+
+def current_names(kind: type[Any], fields: dict[str, Any]) -> dict[str, Any]:
+    """Returns the stored fields of a `kind` under their current names."""
+    old = _OLD_NAMES.get(kind.__name__)
+    return fields if old is None else {old.get(name, name): item for name, item in fields.items()}
+
+
 def _built_fields(kind: type[Any], value: dict[str, Any]) -> dict[str, Any]:
     builders = _field_builders(kind)
-    return {name: item if (build := builders[name]) is None else build(item) for name, item in value.items()}
+    current = current_names(kind, value)
+    return {name: item if (build := builders[name]) is None else build(item) for name, item in current.items()}
 
 
 @cache

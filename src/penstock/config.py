@@ -30,6 +30,9 @@ from pydantic import (
 from penstock.errors import ConfigError, Issue, combine_issues
 
 T = TypeVar("T", bound=BaseModel)
+RunKind = Literal["eval", "train"]
+CONFIG_FILE = "penstock.toml"
+"""Default config file of `penstock train` and `penstock eval run`."""
 
 
 class Section(BaseModel):
@@ -91,7 +94,7 @@ class RolloutSection(Section):
     """`[rollout]`: how tasks become rollouts."""
 
     executor: str = "inline"
-    """Where agents run: `inline` is in this process, `process` gives each rollout one of its own, `server` a rollout server, `ray`
+    """Where agents run: `inline` is in this process, `process` gives each rollout its own process, `server` a rollout server, `ray`
     the workers of a Ray cluster."""
     group_size: int = Field(default=8, ge=1)
     """Attempts at each task: what they are compared with is each other."""
@@ -147,9 +150,9 @@ LORA_LR = 5e-4
 
 class TrainSection(Section):
     steps: int = Field(default=10, ge=0)
-    """Training steps of the whole run; raise it to go on."""
+    """Training steps of the whole run; raise it to continue."""
     method: Literal["full", "lora"] = "full"
-    """`full` trains all weights. `lora` trains a small adapter beside them: less memory, and quick to publish."""
+    """`full` trains all weights. `lora` trains a small adapter on top of them: less memory, and quick to publish."""
     rank: int = Field(default=16, ge=1, le=512)
     """The rank of the adapter's matrices."""
     alpha: float = Field(default=32.0, gt=0)
@@ -159,7 +162,7 @@ class TrainSection(Section):
     lr: float = Field(default=2e-5, ge=0)
     """The learning rate. For `lora`, the default is 5e-4."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the rate goes on after its warm-up: it stays, or falls to `lr_floor` at the last update."""
+    """How the rate continues after its warm-up: it stays, or falls to `lr_floor` at the last update."""
     warmup_updates: int = Field(default=0, ge=0)
     """Updates over which the rate rises to `lr`."""
     lr_floor: float = Field(default=0.0, ge=0, le=1)
@@ -193,13 +196,13 @@ class TrainSection(Section):
     kl: float = Field(default=0.0, ge=0)
     """Weight of the KL penalty to the reference policy; 0 keeps no second model in memory."""
     kl_reference: Literal["start", "moving"] = "start"
-    """`start`: the start policy. `moving`: a copy of the policy that is made anew every `reference_every` updates."""
+    """`start`: the start policy. `moving`: a copy of the policy, refreshed every `reference_every` updates."""
     reference_every: int = Field(default=16, ge=1)
     """Updates between two copies of a moving reference."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimates the divergence from a token's two log-probabilities: their gap, half its square, or the one never negative."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """`loss`: a term of its own. `reward`: taken off the reward before credit is given; `k1` is for this alone."""
+    """`loss`: a separate term. `reward`: taken off the reward before credit is given; `k1` is for this alone."""
     entropy: float = Field(default=0.0, ge=0)
     """Weight of the bonus for the entropy of the distributions that tokens are sampled from."""
     dynamic_sampling: bool = False
@@ -216,22 +219,16 @@ class TrainSection(Section):
     shared_prefix: bool = True
     """Forward shared prompt prefixes once; false is the flat path, slower, with the same gradients."""
     eval_every: int = Field(default=0, ge=0)
-    """Steps between held-out evaluations while training goes on; 0 evaluates before and after alone."""
-    promote: bool = False
-    """Copy a checkpoint to `promoted/` once it is established, at 95 %, that its held-out reward is better than that of the one
-    before. Evaluations are then made between two steps."""
-    reward_range: tuple[float, float] = (0.0, 1.0)
-    """The lowest and the highest reward of a held-out rollout, for that test; a failed one has 0."""
+    """Steps between held-out evaluations while training continues; 0 evaluates before and after alone."""
     checkpoint_every: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Steps between checkpoints. Groups trained since the last one are trained again after a kill, from that checkpoint. `auto` is
     1 for checkpoints of up to 200 MB, and one more for each further 200 MB, up to 10."""
     checkpoints_kept: int = Field(default=2, ge=2)
     """The newest ones; at least two."""
-    on_alarm: Literal["warn", "stop", "rollback"] = "warn"
-    """When metrics say that the run goes wrong: tell, stop too, or also set the checkpoints since then aside (alarms.md)."""
+    on_alarm: Literal["warn", "stop"] = "warn"
+    """What to do when metrics show that the run goes wrong: warn, or warn and stop."""
     attack_grader: bool = True
-    """Try worthless replies on the grader for some seconds before the first step, and warn of those that it rewards. Graders that
-    seem to ask a service are left alone."""
+    """No effect any more; run `penstock grader attack` before training."""
     device: str = "auto"
     """The learner's, if the engine is on servers: `cpu`, `cuda`, `cuda:1`; `auto` takes the GPU with the most free memory,
     where there is one. The embedded engine shares its weights with the learner: there `engine.device` says it."""
@@ -258,8 +255,6 @@ class TrainSection(Section):
             raise ValueError("the gradient of k1 in a loss is 0 in expectation; set kl_in = 'reward', or kl_estimator to k2 or k3")
         if self.schedule == "constant":
             ignored(("lr_floor",), "train.schedule is 'constant'; set that to linear or cosine, or leave it out")
-        if not self.reward_range[0] < self.reward_range[1]:
-            raise ValueError("reward_range: the first number must be below the second, such as [0, 1]")
         if self.overlong is not None and not 0 <= self.overlong[0] < self.overlong[1]:
             raise ValueError("overlong: the first number of tokens must be below the second, such as [400, 500]")
         return self
@@ -286,8 +281,7 @@ class EvalSection(Section):
     temperature: float | None = Field(default=None, ge=0)
     """None takes `sampling.eval_temperature` for one attempt at each task, `sampling.temperature` for several."""
     processes: int = Field(default=1, ge=1)
-    """Processes that make the attempts, `rollout.concurrency` of them at once in all. A fast engine needs several: one Python
-    process makes some hundred short rollouts a second. Not for the `embedded` engine, whose weights are in one process."""
+    """No longer used: an evaluation accepts 1 only. To use several cores, set `rollout.executor` to `process` or `ray`."""
 
 
 class EngineSection(Section):
@@ -312,7 +306,7 @@ class EngineSection(Section):
     queue: int = Field(default=1024, ge=1)
     """Requests that may wait; one more is refused."""
     cache_tokens: int | None = Field(default=None, ge=1024)
-    """Bound on the tokens whose keys and values are kept. None: 65,536 on a CPU; on a GPU a third of the memory that is free beside
+    """Bound on the tokens whose keys and values are kept. None: 65,536 on a CPU; on a GPU a third of the memory free next to
     what training needs for the weights."""
 
     def preflight(self, model: str) -> None:
@@ -485,6 +479,14 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
     return config.model_copy(update={"agent": agent, "dataset": dataset})
 
 
+def stored_config(tree: Mapping[str, Any], where: str) -> RunConfig:
+    """Build the config that an earlier version may have stored, without what was removed since then."""
+    train = {key: value for key, value in tree.get("train", {}).items() if f"train.{key}" not in REMOVED}
+    if train.get("on_alarm") == "rollback":
+        train["on_alarm"] = "stop"
+    return make_config({**tree, "train": train} if "train" in tree else tree, where)
+
+
 def make_config(tree: Mapping[str, Any], where: str) -> RunConfig:
     """Build the whole config from a file's tables; `[engine]` takes the keys of the engine that it names."""
     engine: Any = tree.get("engine", {})
@@ -588,10 +590,16 @@ def _issues(model: type[BaseModel], cause: ValidationError) -> list[Issue]:
 
 ALSO_CALLED = {"learning_rate": "lr", "kl_coef": "kl", "entropy_coef": "entropy", "num_generations": "group_size"}
 """Our keys by what other trainers call them."""
+REMOVED = dict.fromkeys(
+    ("train.promote", "train.reward_range"), "it was removed; leave it out, and compare runs with `penstock compare`"
+)
+"""Keys of earlier versions, and what to do instead."""
 
 
 def _issue(model: type[BaseModel], error: Any) -> Issue:
     path = ".".join(str(part) for part in error["loc"] if part != "[key]")  # which says that a key itself is wrong
+    if path in REMOVED:
+        return Issue(path, f"unknown key {path!r}; {REMOVED[path]}")
     if error["type"] == "extra_forbidden":
         known = _fields_at(model, error["loc"][:-1])
         others = [name for name, own in ALSO_CALLED.items() if own in known]

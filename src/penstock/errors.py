@@ -4,12 +4,12 @@
     ├── ConfigError      a file, key, flag or name that the user gave       → exit code 2
     ├── DatasetError     a row that cannot be a task                        → exit code 2
     ├── ModelError       a model that cannot be found, fetched or read      → exit code 2
-    ├── EngineError      the engine failed; the rollout ends, others go on
+    ├── EngineError      the engine failed; the rollout ends, others continue
     │   ├── EngineBusy   its queue is full; try again later
-    │   └── EngineRefused  it cannot serve this request, whatever is tried; the agent is told
+    │   └── EngineRefused  it cannot serve this request, whatever is tried; the agent gets the error
     ├── RenderError      messages that the chat template cannot take        → HTTP 400
-    ├── RequestError     a request that a server of ours refuses            → HTTP status and code of its own
-    ├── ControllerError  what a controller answered, or that there is none  → a code of its own
+    ├── RequestError     a request that a server of ours refuses            → its own HTTP status and code
+    ├── ControllerError  what a controller answered, or that there is none  → its own code
     ├── WorkflowError    the author's agent raised
     ├── WorkerLost       the process that ran the agent died; the attempt is made again elsewhere
     ├── GraderError      the author's grader raised, or gave no finite reward
@@ -17,7 +17,7 @@
     │   ├── PoolConflict another value is stored under the same id
     │   ├── PoolFailed   the store itself failed: a full disk, a server that is away; try again later
     │   └── PoolFull     too many groups wait to be trained; try again later
-    └── TrainError       no way to go on training
+    └── TrainError       training cannot continue
 
 Authors raise ordinary Python errors; `boundary` names them once. A message says what happened, to which thing, and what to do.
 """
@@ -145,7 +145,7 @@ class PoolFull(PoolError):
 
 
 class TrainError(PenstockError):
-    """Training cannot go on."""
+    """Training cannot continue."""
 
 
 class boundary:
@@ -215,3 +215,19 @@ def combine_issues(where: str, issues: Sequence[Issue], kind: type[ConfigError] 
     if len(issues) == 1:
         return kind(f"{where}: {issues[0].line}", issues)
     return kind("\n  ".join([f"{where}: {len(issues)} problems", *(issue.line for issue in issues)]), issues)
+
+
+_MAX_MESSAGE_CHARS = 500
+
+
+def one_line(cause: BaseException) -> str:
+    """Returns an error as one short line of valid UTF-8, for any store and terminal."""
+    if isinstance(cause, PenstockError):
+        text = str(cause)
+    else:
+        try:
+            text = f"{type(cause).__name__}: {str(cause) or 'no message'}"
+        except Exception:  # an author's error may fail even at this
+            text = f"{type(cause).__name__}: its message cannot be shown"
+    text = " ".join(text.split()).encode("utf-8", "backslashreplace").decode()
+    return text if len(text) <= _MAX_MESSAGE_CHARS else f"{text[:_MAX_MESSAGE_CHARS]}…"

@@ -1,8 +1,8 @@
 """The records of the flow, in the order in which they come to be.
 
-    Task ──▶ Rollout ──▶ Node, Step (token graph) ──▶ Grade, Mark ──▶ Group ──▶ Sequence ──▶ PolicyVersion
+    Task ──▶ RolloutRef ──▶ Node, Step (token graph) ──▶ Grade, Mark ──▶ Rollout ──▶ Group ──▶ Sequence ──▶ PolicyVersion
 
-Each is made in one file: Task in `sdk/dataset`, Rollout in `rollout/scheduler`, Node and Step in `gateway/recorder`, Grade in
+Each is made in one file: Task in `sdk/dataset`, RolloutRef in `rollout/scheduler`, Node and Step in `gateway/recorder`, Grade in
 `rollout/runner`, Mark by a curator, Group in `pool`, Sequence in `train/sequences`, PolicyVersion in `train/policy`. All are
 frozen; `codec` alone writes them out and reads them back.
 """
@@ -39,8 +39,8 @@ class BranchPoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rollout:
-    """One attempt at a task. A rollout that was lost is replaced by one with the same place and the next attempt."""
+class RolloutRef:
+    """Names one attempt at a task. A lost rollout is replaced by one with the same place and the next attempt number."""
 
     id: str
     group_id: str
@@ -53,7 +53,7 @@ class Rollout:
     """The recorded rollout that it repeats at first; None for one that is sampled from its first call on."""
 
     @property
-    def successor(self) -> "Rollout":
+    def successor(self) -> "RolloutRef":
         """The next attempt at the same place."""
         again = self.attempt + 1
         return make_rollout(self.group_id, self.task_id, self.place, attempt=again, channel=self.channel, branch=self.branch)
@@ -61,10 +61,10 @@ class Rollout:
 
 def make_rollout(
     group_id: str, task_id: str, place: int, *, attempt: int = 1, channel: str = "train", branch: BranchPoint | None = None
-) -> Rollout:
+) -> RolloutRef:
     """Make a rollout with the id `group.place.attempt`."""
     name = f"{group_id}.{place}.{attempt}"
-    return Rollout(id=name, group_id=group_id, task_id=task_id, place=place, attempt=attempt, channel=channel, branch=branch)
+    return RolloutRef(id=name, group_id=group_id, task_id=task_id, place=place, attempt=attempt, channel=channel, branch=branch)
 
 
 class End(StrEnum):
@@ -159,7 +159,7 @@ class PlacedPicture:
     """A picture in a prompt, and the tokens that stand for it there."""
 
     digest: str
-    """SHA-256 of its bytes, in hexadecimal; they lie under this name in the folder `pictures` beside the pool."""
+    """SHA-256 of its bytes, in hexadecimal; they lie under this name in the folder `pictures` next to the pool."""
     media_type: str
     first: int
     """Where its tokens begin, in those of the node or of the whole prompt."""
@@ -184,13 +184,13 @@ class Node:
     parent: int | None
     """Index of the step that it continues; None for a root, rendered from scratch."""
     token_ids: tuple[int, ...]
-    chain: str
+    messages_digest: str
     """Digest of all messages on the path up to here: what a later call is matched by."""
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()
     """Tool schemas, on a root only: they are the same along a path."""
     reason: str | None = None
-    """Why the rollout's earlier tokens could not go on here: a root opened anew, or a branch with a reply that was not sampled;
+    """Why the rollout's earlier tokens could not continue here: a new root, or a branch with a reply that was not sampled;
     None where nothing broke."""
     pictures: tuple[PlacedPicture, ...] = ()
     """What the engine saw in place of some of `token_ids`, in their order."""
@@ -209,7 +209,7 @@ class Step:
     logprobs: tuple[float, ...]
     """Of `completion_ids`, under the distribution that they were sampled from; same length."""
     full_logprobs: tuple[float, ...] | None = None
-    """The same under the untempered, untruncated distribution; None where the two are the same, or the engine cannot tell it.
+    """The same under the untempered, untruncated distribution; None where the two are the same, or the engine does not report it.
 
     Tokens that the grammar or the caller does not allow are left out of both."""
     behaviour_known: bool = True
@@ -220,7 +220,7 @@ class Step:
     finish: Finish
     message: Message
     """The assistant message as the agent saw it."""
-    chain: str
+    messages_digest: str
     """Digest of all messages on the path, this reply included."""
     seconds: float = 0.0
     answer: str = ""
@@ -229,7 +229,7 @@ class Step:
     """When the answer began, in seconds since 1970: a label, never compared."""
     choice: int = 0
     """Which choice of the answer it is, 0-based."""
-    context: str = ""
+    context_digest: str = ""
     """Digest of the token ids that the engine saw and sampled, from the first of the prompt to the last of the reply."""
     usage: Usage | None = None
     """Token counts of a reply that came as text: it has no token ids and is never trained. None where tokens are recorded."""
@@ -238,10 +238,10 @@ class Step:
     kept: tuple[bytes, ...] = ()
     """Per token: those that top-k, top-p and min-p left to choose from, as `engines.token_sets` packs them.
 
-    Empty where nothing was truncated, and for a greedy reply, or if the engine does not tell."""
+    Empty where nothing was truncated, and for a greedy reply, or if the engine does not report it."""
     most_likely: tuple[TokenLogprobs, ...] = ()
     """Per token: the `sampling.top_logprobs` most likely ones in its place. Empty if none were asked for, or the engine
-    does not tell."""
+    does not report them."""
     replayed: bool = False
     """Whether it repeats a step of the rollout that this one is a branch of. It is never trained."""
 
@@ -294,10 +294,10 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
-    """A rollout with everything recorded of it."""
+class Rollout:
+    """One attempt at a task, with everything recorded of it."""
 
-    rollout: Rollout
+    ref: RolloutRef
     end: End | None = None
     """None while it runs."""
     message: str = ""
@@ -309,7 +309,7 @@ class Attempt:
 
     @property
     def void(self) -> bool:
-        """Whether it was graded or ended beside the run's own grader, and must not count."""
+        """Whether it was graded or ended by something else than the run's grader, and must not count."""
         return any(mark.step is None and mark.note == VOID for mark in self.marks)
 
     @property
@@ -348,7 +348,7 @@ def total_reward(grades: Seq[Grade]) -> float | None:
     return sum(g.reward for g in grades) if grades else None
 
 
-def component_means(attempts: Seq[Attempt]) -> dict[str, float]:
+def component_means(attempts: Seq[Rollout]) -> dict[str, float]:
     """The mean of each named part of the reward over graded attempts; one that lacks a part counts as 0 there."""
     graded = [attempt.components for attempt in attempts if attempt.reward is not None]
     names = dict.fromkeys(name for parts in graded for name in parts)
@@ -364,14 +364,14 @@ class Group:
     """Its number in the channel: groups are made, claimed and trained in this order."""
     task: Task
     channel: str
-    attempts: tuple[Attempt, ...]
-    branches: tuple[Attempt, ...] = ()
+    rollouts: tuple[Rollout, ...]
+    branches: tuple[Rollout, ...] = ()
     """Continuations from steps of its attempts (`Rollout.branch`), where the advantage asks for them; they are never trained."""
 
     @property
-    def graded(self) -> tuple[Attempt, ...]:
+    def graded(self) -> tuple[Rollout, ...]:
         """The attempts that a baseline may count: completed, with a reward, and not taken out by a curator."""
-        return tuple(a for a in self.attempts if a.reward is not None and not a.curated_out)
+        return tuple(a for a in self.rollouts if a.reward is not None and not a.curated_out)
 
     @property
     def rewards(self) -> list[float]:
@@ -399,7 +399,7 @@ class Sequence:
     trained: tuple[bool, ...]
     """Per token: whether it was sampled and carries credit here. A reply on several paths is trained on one of them."""
     logprobs: tuple[float, ...]
-    """Per token: the engine's, under the distribution sampled from; 0 where not trained, infinite: the learner uses its own."""
+    """Per token: the engine's, under the distribution sampled from; 0 where not trained or `recomputed`."""
     temperatures: tuple[float, ...]
     """Per token: that it was sampled at; 1 where not trained."""
     advantages: tuple[float, ...]
@@ -410,6 +410,8 @@ class Sequence:
     """Per token: the policy version that sampled it; -1 where not trained."""
     steps: tuple[int, ...] = field(default=())
     """Per token: the step that sampled it; -1 where not trained."""
+    recomputed: tuple[bool, ...] = ()
+    """Per token: whether its log-probability is unknown, so that the learner uses its own; empty if all are known."""
     allowed: tuple[bytes, ...] = ()
     """Per token: the tokens that it was chosen from, as `engines.token_sets` packs them; empty if these are all.
 

@@ -1,4 +1,4 @@
-"""Test doubles for users and for our own tests: a scripted engine, a small tokenizer, and a gateway without a socket.
+"""Test doubles for users and for our own tests: a scripted engine, a small tokenizer, a gateway without a socket, made-up records.
 
 engine = ScriptedEngine(["Hello!", ScriptedReply("never said", busy=True)], renderer.tokenizer)
 async with workbench(engine, renderer) as bench:
@@ -6,6 +6,8 @@ async with workbench(engine, renderer) as bench:
     client = bench.openai(session)
     answer = await client.chat.completions.create(model="any", messages=[{"role": "user", "content": "Hi"}])
     attempt = await bench.attempt(session)  # every step, as it was recorded
+
+group = make_group(make_rollout_record(0, reward=1.0), make_rollout_record(1, reward=0.0))  # for a test of an advantage
 """
 
 import asyncio
@@ -27,7 +29,8 @@ from penstock.gateway import Gateway, GatewayLimits, ServedPolicy, Session
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
 from penstock.pool.pictures import PictureStore
-from penstock.records import Attempt, Finish, Rollout, Sampling, Task, make_rollout
+from penstock.records import End, Finish, Grade, Group, Node, Rollout, RolloutRef, Sampling, Step, Task, make_rollout
+from penstock.records import Sequence as TrainingSequence
 
 if TYPE_CHECKING:
     from httpx2 import AsyncClient
@@ -199,19 +202,19 @@ class GatewayFixture:
     _clients: AsyncExitStack
 
     async def rollout(self, name: str = "train-0", *, sampling: Sampling | None = None) -> Session:
-        """A new rollout in a group of its own, opened on the gateway."""
+        """A new rollout in its own group, opened on the gateway."""
         task = Task(id=f"task-{name}", prompt=({"role": "user", "content": "?"},))
         rollout = make_rollout(name, task.id, 0)
         await self.pool.open_group(task, [rollout], seq=0)
         return self.reopen(rollout, sampling=sampling)
 
-    def reopen(self, rollout: Rollout, *, sampling: Sampling | None = None) -> Session:
+    def reopen(self, rollout: RolloutRef, *, sampling: Sampling | None = None) -> Session:
         """A session for a rollout that is in the pool."""
         return self.gateway.open(rollout, sampling or Sampling(max_tokens=1024))
 
-    async def attempt(self, session: Session) -> Attempt:
+    async def attempt(self, session: Session) -> Rollout:
         """Everything recorded for the rollout."""
-        return await self.pool.attempt(session.rollout_id)
+        return await self.pool.rollout(session.rollout_id)
 
     def http(self, token: str = "") -> "AsyncClient":
         """A plain HTTP client with this token, closed with the workbench; without a socket, answers arrive whole."""
@@ -282,6 +285,114 @@ async def workbench(
             await stack.enter_async_context(gateway)
         clients = await stack.enter_async_context(AsyncExitStack())
         yield GatewayFixture(gateway, pool, serves, clients)
+
+
+# Records
+
+
+def make_task(content: str = "?", **fields: Any) -> Task:
+    """A task with one user message."""
+    plain: dict[str, Any] = {"id": "t", "prompt": ({"role": "user", "content": content},)}
+    return Task(**{**plain, **fields})
+
+
+def make_node(rollout_id: str = "train-0.0.1", number: int = 0, ids: Iterable[int] = (1,), **fields: Any) -> Node:
+    """A node that adds the token ids `ids`; without a `parent` it is a root."""
+    plain: dict[str, Any] = {"parent": None, "token_ids": tuple(ids), "messages_digest": f"n{number}", "messages": ()}
+    return Node(rollout_id=rollout_id, id=number, **{**plain, **fields})
+
+
+def make_step(
+    rollout_id: str = "train-0.0.1", index: int = 0, ids: Iterable[int] = (1,), *, version: int = 0, **fields: Any
+) -> Step:
+    """A step that sampled `ids` under one policy version, on the node of the same number."""
+    sampled = tuple(ids)
+    plain: dict[str, Any] = {
+        "node": index,
+        "transcript": "main",
+        "completion_ids": sampled,
+        "logprobs": (-0.5,) * len(sampled),
+        "versions": (version,) * len(sampled),
+        "sampling": Sampling(),
+        "finish": "stop",
+        "message": {"role": "assistant", "content": ""},
+        "messages_digest": f"s{index}",
+    }
+    return Step(rollout_id=rollout_id, index=index, **{**plain, **fields})
+
+
+def make_rollout_record(
+    place: int = 0,
+    *,
+    reward: float | None = 1.0,
+    group_id: str = "train-0",
+    nodes: Iterable[Node] = (),
+    steps: Iterable[Step] = (),
+    **fields: Any,
+) -> Rollout:
+    """A completed rollout with this reward; without a reward it failed with an agent error."""
+    ref = make_rollout(group_id, "t", place)
+    grades = () if reward is None else (Grade(rollout_id=ref.id, reward=reward, source="test"),)
+    plain: dict[str, Any] = {"ref": ref, "end": End.AGENT_ERROR if reward is None else End.COMPLETED, "grades": grades}
+    plain |= {"nodes": tuple(nodes), "steps": tuple(steps)}
+    return Rollout(**{**plain, **fields})
+
+
+def make_group(*rollouts: Rollout, **fields: Any) -> Group:
+    """A group of these rollouts."""
+    plain: dict[str, Any] = {"id": "train-0", "seq": 0, "task": Task(id="t", prompt=()), "channel": "train", "rollouts": rollouts}
+    return Group(**{**plain, **fields})
+
+
+def make_sequence(ids: Sequence[int], trained: int = 1, *, advantage: float = 1.0, **fields: Any) -> TrainingSequence:
+    """A training sequence whose last `trained` tokens are trained; the log-probability of a token is minus its position."""
+    flags = tuple(place >= len(ids) - trained for place in range(len(ids)))
+    plain: dict[str, Any] = {
+        "rollout_id": "r",
+        "group_id": "g",
+        "token_ids": tuple(ids),
+        "trained": flags,
+        "logprobs": tuple(-float(place) if flag else 0.0 for place, flag in enumerate(flags)),
+        "temperatures": (1.0,) * len(ids),
+        "advantages": tuple(advantage if flag else 0.0 for flag in flags),
+        "weight": 0.5,
+    }
+    return TrainingSequence(**{**plain, **fields})
+
+
+# Files
+
+AGENT = """from penstock import AgentWorkflow, Grader
+
+
+class Short(AgentWorkflow):
+    async def run(self, ctx):
+        print("an agent may print")
+        await ctx.openai().chat.completions.create(model="any", messages=ctx.prompt, max_tokens=4)
+
+
+class Even(Grader):
+    async def grade(self, ctx):
+        return float(len(ctx.sample.messages[-1]["content"] or "") % 2)
+"""
+"""An agent that makes one short call, and its grader."""
+
+
+def write_project(
+    folder: Path,
+    *,
+    agent: str = AGENT,
+    tasks: int | Iterable[Mapping[str, Any]] = 4,
+    config: str = 'dataset.train = "tasks.jsonl"\n',
+    name: str = "train.toml",
+) -> Path:
+    """Write `agent.py`, `tasks.jsonl` and a config file; `tasks` are rows, or how many to make up."""
+    rows = [{"prompt": f"{n} times 3?", "metadata": {"n": n}} for n in range(tasks)] if isinstance(tasks, int) else tasks
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "agent.py").write_text(agent)
+    (folder / "tasks.jsonl").write_bytes(b"".join(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE) for row in rows))
+    (folder / name).write_text(config)
+    return folder
 
 
 def memory_pool() -> Pool:

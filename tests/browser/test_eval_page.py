@@ -10,8 +10,9 @@ import pytest
 from penstock.config import EvalSection
 from penstock.evals.outcome import StoredEvaluation
 from penstock.pool.memory import MemoryPool
-from penstock.records import End, Grade, Node, Sampling, Step, Task, make_rollout
-from penstock.reports.evaluation import render_eval_page
+from penstock.records import End, Grade, Task, make_rollout
+from penstock.testing import make_node, make_step
+from penstock.view.eval_page import render_eval_page
 
 CONFIG = {"model": {"name": "tiny"}, "engine": {"price_in": 2.0, "price_out": 10.0}}
 NASTY = "<b>bold</b> & <script>alert(1)</script> \u2028 ünïcödé"
@@ -25,12 +26,15 @@ async def make_pool(path):
         rollouts = [make_rollout(f"eval-{row}", task.id, place, channel="eval") for place in range(2)]
         await pool.open_group(task, rollouts, seq=row)
         for rollout in rollouts:
-            node = Node(rollout_id=rollout.id, id=0, parent=None, token_ids=(1, 2), chain="a", messages=task.prompt)
-            step = Step(
-                rollout_id=rollout.id, index=0, node=0, transcript="main", completion_ids=(3,), logprobs=(-1.0,), versions=(0,),
-                sampling=Sampling(), finish="stop", message={"role": "assistant", "content": f"reply {row} {NASTY}"}, chain="b",
+            node = make_node(rollout.id, 0, (1, 2), messages=task.prompt)
+            step = make_step(
+                rollout.id,
+                0,
+                (3,),
+                logprobs=(-1.0,),
+                message={"role": "assistant", "content": f"reply {row} {NASTY}"},
                 seconds=0.25,
-            )  # fmt: skip
+            )
             await pool.append(step, node)
             failed = rollout.id == "eval-0.1.1"
             if not failed:
@@ -113,18 +117,15 @@ async def make_long_pool(path):
     for row in range(1200):
         rollout = make_rollout(f"eval-{row}", f"task-{row}", 0, channel="eval")
         messages, reward = ((), 0.5) if row % 100 else (tuple(said), float(row >= 600))
-        node = Node(rollout_id=rollout.id, id=0, parent=None, token_ids=(1,), chain="a", messages=messages, tools=(schema,))
-        step = Step(
-            rollout_id=rollout.id, index=0, node=0, transcript="main", completion_ids=(3,), logprobs=(-1.0,), versions=(0,),
-            sampling=Sampling(), finish="stop", message={"role": "assistant", "content": "the end"}, chain="b",
-        )  # fmt: skip
+        node = make_node(rollout.id, 0, (1,), messages=messages, tools=(schema,))
+        step = make_step(rollout.id, 0, (3,), logprobs=(-1.0,), message={"role": "assistant", "content": "the end"})  # fmt: skip
         await pool.open_group(Task(id=rollout.task_id, prompt=()), [rollout], seq=row)
         await pool.append(step, node)
         await pool.end(rollout.id, End.COMPLETED, "", [Grade(rollout_id=rollout.id, reward=reward, source="test")])
     return pool
 
 
-def test_many_and_long_rollouts_make_a_page_that_stays_small_and_says_what_it_leaves_out(read, tmp_path):
+def test_page_of_many_long_rollouts_stays_small(read, tmp_path):
     rendered(tmp_path, make_long_pool, CONFIG | {"run": {"name": "many"}}, {}, {})
     assert (tmp_path / "report.html").stat().st_size < 3_000_000
     page = read(tmp_path / "report.html")

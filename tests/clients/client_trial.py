@@ -19,7 +19,7 @@ from trial_tokenizer import tokenizer_folder
 
 from penstock.chat.renderer import Renderer
 from penstock.pool import POOLS
-from penstock.records import Attempt, Sampling
+from penstock.records import Rollout, Sampling
 from penstock.testing import CHATML, GatewayFixture, ScriptedEngine, workbench
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -33,7 +33,7 @@ class Seen:
     """What came of a trial."""
 
     output: str
-    attempt: Attempt
+    attempt: Rollout
     left: list[str]
     """What the client asked of anyone but the gateway."""
     ignored: set[str]
@@ -53,7 +53,7 @@ class Trial:
     command: Sequence[str]
     script: Script
     folder: Path
-    """Where it works, an empty one; its home is made beside it."""
+    """Where it works, an empty one; its home is made next to it."""
     home: Mapping[str, str] = field(default_factory=dict[str, str])
     """Files in its home, by path."""
     template: str = CHATML
@@ -70,7 +70,7 @@ class Trial:
             results.note(self.name, self.mode, self.environment, seen.attempt)
         return seen
 
-    async def run_sessions(self) -> list[Attempt]:
+    async def run_sessions(self) -> list[Rollout]:
         """Run under the session key, then grade and end each rollout that it opened; returns these."""
         needs(self.environment)
         self.folder.mkdir(exist_ok=True)
@@ -78,12 +78,12 @@ class Trial:
             bench, proxy = await self._gateway(stack, sessions=True)
             root = (await bench.rollout()).base_url.removesuffix("/v1")
             await self._ended(Place(root, bench.gateway.tokens.session_key), proxy.variables)
-            opened = [attempt for group in await bench.pool.groups("adhoc") for attempt in group.attempts]
+            opened = [attempt for group in await bench.pool.groups("adhoc") for attempt in group.rollouts]
             control = bench.http(bench.gateway.tokens.control)
-            for name in [attempt.rollout.id for attempt in opened]:
+            for name in [attempt.ref.id for attempt in opened]:
                 assert (await control.post(f"/rollouts/{name}/grade", json={"reward": 1.0})).status_code == 200
                 assert (await control.post(f"/rollouts/{name}/end", json={})).status_code == 200
-            return [await bench.pool.attempt(attempt.rollout.id) for attempt in opened]
+            return [await bench.pool.rollout(attempt.ref.id) for attempt in opened]
 
     async def _gateway(self, stack: AsyncExitStack, *, sessions: bool = False) -> tuple[GatewayFixture, BlockingProxy]:
         renderer = _renderer(self.template)
@@ -107,15 +107,15 @@ class Trial:
         home = self.folder.parent / "home"
         for name, text in {".keep": "", **self.home}.items():
             _write(home / name, place.fill(text))
-        temporary = self.folder.parent / "tmp"  # of its own: Codex refuses a home that lies in the folder for temporary files
+        temporary = self.folder.parent / "tmp"  # own: Codex refuses a home that lies in the folder for temporary files
         temporary.mkdir(exist_ok=True)
         found = f"{bin_of(self.environment)}{os.pathsep}{os.environ['PATH']}"
         own = {"PATH": found, "HOME": str(home), "TMPDIR": str(temporary)}
-        told = {name: place.fill(value) for name, value in standard().items()}
-        told["TOKENIZER"] = str(tokenizer_folder(self.template))
+        reported = {name: place.fill(value) for name, value in standard().items()}
+        reported["TOKENIZER"] = str(tokenizer_folder(self.template))
         pipes = {"stdin": asyncio.subprocess.DEVNULL, "stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.PIPE}
         process = await asyncio.create_subprocess_exec(
-            *map(place.fill, self.command), cwd=self.folder, env=own | told | dict(proxies), **pipes
+            *map(place.fill, self.command), cwd=self.folder, env=own | reported | dict(proxies), **pipes
         )
         try:
             async with asyncio.timeout(DEADLINE_S):
@@ -149,7 +149,7 @@ def needs(environment: str) -> None:
 
 
 def program(source: Path, folder: Path, *arguments: str, environment: str) -> list[str]:
-    """The command that runs a program with a client's packages; node looks for them beside the file."""
+    """The command that runs a program with a client's packages; node looks for them next to the file."""
     if source.suffix == ".py":
         return [str(python_of(environment)), str(source), *arguments]
     folder.mkdir(exist_ok=True)
@@ -165,7 +165,7 @@ def api_of(name: str) -> str:
 
 
 def standard() -> dict[str, str]:
-    """What every client is told: the page's first block, and to keep its traces and prices at home."""
+    """What every client received: the page's first block, and to keep its traces and prices at home."""
     return connect_page.variables() | {"OPENAI_AGENTS_DISABLE_TRACING": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 
 

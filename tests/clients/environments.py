@@ -62,7 +62,7 @@ NPM = (
 PINS: dict[str, str] = {
     "@earendil-works/pi-coding-agent": "==0.87.1",  # 1.x ask for releases of pi-codemode that the registry does not have
 }
-"""Package, to the only version that works, with the reason beside it: for a newest release that is broken by itself."""
+"""Package, to the only version that works, with the reason next to it: for a newest release that is broken on its own."""
 
 PROJECT = "project"
 """The environment that the tests themselves run in."""
@@ -112,7 +112,7 @@ def interpreter(environment: str) -> str | None:
 
 
 def install(environments: list[str]) -> None:
-    """Install or upgrade; what fails says so by pip's or npm's own words. Tests of what this machine has no Python for fail."""
+    """Install or upgrade; pip and npm print what fails. Tests of what this machine has no Python for fail."""
     for environment in environments or [*PYTHON, "npm"]:
         if interpreter(environment) is None:
             print(f"{environment} needs Python 3.12, which is not here: name one by PENSTOCK_PYTHON_3_12", file=sys.stderr)

@@ -1,6 +1,6 @@
-"""What the clients' trials came to, kept in the cache folder for the table in `docs/connect-your-agent.md`.
+"""What the clients' trials came to, kept in the cache folder for bench/results/clients.json.
 
-Run as a program it writes the table.
+Run as a program it writes that file.
 """
 
 import json
@@ -9,7 +9,7 @@ import re
 from client_record import breaks, paths
 from environments import CACHE, ROOT, versions
 
-from penstock.records import Attempt
+from penstock.records import Rollout
 from penstock.train.sequences import exactness
 
 FILE = CACHE / "results.jsonl"
@@ -40,10 +40,9 @@ TITLES = {
     "traced_openai": "openai traced by",
 }
 """The first word of a trial's name, to what the table calls it."""
-BEGIN, END = "<!-- clients -->\n", "<!-- /clients -->\n"
 
 
-def note(name: str, mode: str, environment: str, attempt: Attempt) -> None:
+def note(name: str, mode: str, environment: str, attempt: Rollout) -> None:
     """Append what a trial came to."""
     line = {
         "name": name,
@@ -58,11 +57,11 @@ def note(name: str, mode: str, environment: str, attempt: Attempt) -> None:
         file.write(json.dumps(line) + "\n")
 
 
-def table() -> str:
+def table() -> list[list[str]]:
     """A row for each client and API, from the last trial of each mode."""
     lines = [json.loads(line) for line in FILE.read_text().splitlines()]
     last = {(line["name"], line["mode"]): line for line in lines}
-    rows: list[str] = []
+    rows: list[list[str]] = []
     for name in dict.fromkeys(line["name"] for line in lines):
         found = {mode: line for (each, mode), line in last.items() if each == name}
         first = next(iter(found.values()))
@@ -70,9 +69,8 @@ def table() -> str:
         rates = ", ".join(f"{mode} {line['exact']:.1f} ({line['paths']})" for mode, line in sorted(found.items()))
         why = ", ".join(sorted({f"`{reason}`" for line in found.values() for reason in line["breaks"]})) or "none"
         packages = packages if first["environment"] != "npm" else _npm_package(name)
-        rows.append(f"| {_title(name, first['environment'])} | {packages} | {rates} | {why} |")
-    head = "| client and API | versions | exact rate (paths) | breaks |\n|---|---|---|---|\n"
-    return head + "\n".join(sorted(rows, key=str.lower)) + "\n"
+        rows.append([_title(name, first["environment"]), packages, rates, why])
+    return sorted(rows, key=lambda row: row[0].lower())
 
 
 def _title(name: str, environment: str) -> str:
@@ -90,6 +88,6 @@ def _npm_package(name: str) -> str:
 
 
 if __name__ == "__main__":
-    page = ROOT / "docs/connect-your-agent.md"
-    before, _, rest = page.read_text().partition(BEGIN)
-    page.write_text(before + BEGIN + table() + END + rest.partition(END)[2])
+    file = ROOT / "bench" / "results" / "clients.json"
+    results = json.loads(file.read_text()) | {"rows": table()}
+    file.write_text(json.dumps(results, ensure_ascii=False, indent=1) + "\n")

@@ -15,7 +15,7 @@ def call(name: str, /, **arguments: object) -> str:
 
 
 def adder(prompt: str) -> str:
-    """Adds with the tool `add`: says something before a single call and nothing before several, then tells the sums."""
+    """Adds with the tool `add`: says something before a single call and nothing before several, then reports the sums."""
     turn = last_turn(prompt)
     results = re.findall(r"<tool_response>\n(.*?)\n</tool_response>", turn, re.DOTALL)
     if results:

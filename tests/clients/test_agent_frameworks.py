@@ -25,7 +25,7 @@ FRAMEWORKS = [
     *(Framework("npm", "ai_sdk.mjs", api) for api in ("chat", "responses", "compatible", "messages")),
     Framework("autogen", "autogen_agent.py", "chat", breaks=("tools_changed",)),
     Framework("autogen", "autogen_agent.py", "messages"),  # its client for Anthropic sends the tools with every call
-    Framework(  # its agent for Responses sends the history beside `previous_response_id`, which holds it already
+    Framework(  # its agent for Responses sends the history next to `previous_response_id`, which holds it already
         "autogen",
         "autogen_responses.py",
         "responses",

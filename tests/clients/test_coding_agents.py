@@ -37,13 +37,13 @@ class Agent(NamedTuple):
     """Of its part of the page."""
     environment: str
     shell: Callable[[str], str]
-    """A call of its own tool that runs a command."""
+    """A its own call tool that runs a command."""
     settings: Mapping[str, str] = {}
     """Its files in the home folder, by the language of the block under its heading that is their text."""
     ending: str = "Done."
-    """How it is told that the work is done."""
+    """How the work was reported as done."""
     mode: str = "stream"
-    """How it takes replies, unless told otherwise."""
+    """How it takes replies, unless configured otherwise."""
 
 
 AGENTS = {
@@ -149,7 +149,7 @@ def written(agent: Agent) -> Script:
 
 
 @pytest.mark.parametrize("name", AGENTS)
-def test_a_coding_agent_does_its_work_and_all_of_it_is_one_exact_path(name: str, tmp_path: Path) -> None:
+def test_coding_agent_works_on_one_exact_path(name: str, tmp_path: Path) -> None:
     assert_written(work(AGENTS[name], written(AGENTS[name]), tmp_path), tmp_path)
 
 
@@ -171,7 +171,7 @@ def test_it_does_the_same_over_its_other_apis(name: str, api: str, tmp_path: Pat
 @pytest.mark.parametrize(
     "way", [("codex", ""), ("claude", ""), ("opencode", ""), ("pi", "Responses"), ("qwen", "Responses")], ids=str
 )
-def test_under_the_session_key_each_of_its_runs_is_a_rollout(way: tuple[str, str], tmp_path: Path) -> None:
+def test_under_session_key_each_of_its_runs_is_rollout(way: tuple[str, str], tmp_path: Path) -> None:
     agent = AGENTS[way[0]]
     command, home = set_up(agent, OTHER_APIS.get(way, {}))
     twice = ["bash", "-euc", f"{command}\nrm made.txt\n{command.splitlines()[-1]}"]
@@ -219,7 +219,7 @@ def test_codex_patches_files_by_its_freeform_tool(tmp_path: Path) -> None:
     assert_trainable(seen.attempt)
 
 
-def test_claude_code_goes_on_in_another_process_on_the_same_path(tmp_path: Path) -> None:
+def test_claude_code_continues_in_another_process_on_the_same_path(tmp_path: Path) -> None:
     script = in_turns(AGENTS["claude"].shell(WRITE), "Done.")
     again = '\nclaude --continue -p "Now tell me" --model any'
     seen = work(AGENTS["claude"], script, tmp_path, what="continued", more=again)
@@ -227,7 +227,7 @@ def test_claude_code_goes_on_in_another_process_on_the_same_path(tmp_path: Path)
     assert_trainable(seen.attempt)
 
 
-def test_a_sub_agent_of_claude_code_is_a_path_of_its_own(tmp_path: Path) -> None:
+def test_sub_agent_of_claude_code_is_path(tmp_path: Path) -> None:
     seen = work(AGENTS["claude"], delegating, tmp_path, what="sub-agent")
     sub, main = paths(seen.attempt)  # in the order in which they ended
     assert [len(sub), len(main)] == [2, 2] and breaks(seen.attempt) == []
@@ -235,7 +235,7 @@ def test_a_sub_agent_of_claude_code_is_a_path_of_its_own(tmp_path: Path) -> None
     assert_trainable(seen.attempt)
 
 
-def test_sub_agents_of_codex_run_beside_it_on_paths_of_their_own(tmp_path: Path) -> None:
+def test_sub_agents_of_codex_run_next_to_it_on_paths(tmp_path: Path) -> None:
     seen = work(AGENTS["codex"], spawning, tmp_path, what="sub-agents")
     assert sorted(map(len, paths(seen.attempt))) == [2, 3] and breaks(seen.attempt) == []
     assert (tmp_path / "work" / "made.txt").read_text() == "hello\n"
@@ -276,7 +276,7 @@ def test_a_picture_that_claude_code_reads_is_a_counted_placeholder(tmp_path: Pat
     assert_trainable(seen.attempt)
 
 
-def test_a_deferred_tool_of_claude_code_is_found_shown_and_called_on_the_same_path(tmp_path: Path) -> None:
+def test_deferred_tool_of_claude_code_stays_on_one_path(tmp_path: Path) -> None:
     offers: list[bool] = []
 
     def script(prompt: str) -> str:
@@ -292,7 +292,7 @@ def test_a_deferred_tool_of_claude_code_is_found_shown_and_called_on_the_same_pa
 
 @pytest.mark.parametrize("option", ["", " --no-stream"])
 @pytest.mark.parametrize("api", ["Chat Completions", "Responses", "Messages"])
-def test_aider_edits_a_file_and_writes_its_prompt_anew_for_each_call(api: str, option: str, tmp_path: Path) -> None:
+def test_aider_edits_file_and_writes_prompt_again_for_each_call(api: str, option: str, tmp_path: Path) -> None:
     def script(prompt: str) -> str:
         return f"made.txt\n```\nhello{' world' * ('none' in last_turn(prompt))}\n```\n"
 

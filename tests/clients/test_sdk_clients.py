@@ -40,7 +40,7 @@ OWN = [Client(PROJECT, "openai_chat.py", "chat"), Client(PROJECT, "openai_respon
 """With the packages that the project's own environment has."""
 ONLY_STREAM = [Client("strands", "strands_agent.py", "responses"), Client("strands", "strands_agent.py", "messages")]
 INVENTS = Client("litellm", "litellm_chat.py", "messages")
-"""Puts words of its own into a streamed reply that has calls and no text."""
+"""Puts its own words into a streamed reply that has calls and no text."""
 REASONS = [client for client in CLIENTS if client.program in ("openai_responses.py", "anthropic_messages.py", "openai_node.mjs")]
 
 
@@ -57,7 +57,7 @@ def converse(client: Client, mode: str, tmp_path: Path, script=adder, template: 
     return seen
 
 
-def told(seen: Seen) -> dict:
+def reported(seen: Seen) -> dict:
     return json.loads(seen.output.splitlines()[-1])
 
 
@@ -65,30 +65,30 @@ def told(seen: Seen) -> dict:
 @pytest.mark.parametrize("client", OWN, ids=named)
 def test_the_openai_package_converses_with_tools_over_a_socket(client: Client, mode: str, tmp_path: Path) -> None:
     seen = converse(client, mode, tmp_path)
-    assert view(seen.attempt, only_path(seen.attempt)) == told(seen)["view"] and len(seen.attempt.steps) == 4
+    assert view(seen.attempt, only_path(seen.attempt)) == reported(seen)["view"] and len(seen.attempt.steps) == 4
     assert_trainable(seen.attempt)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("client", CLIENTS, ids=named)
-def test_a_conversation_with_tools_is_one_exact_path_that_says_what_the_client_saw(client: Client, tmp_path: Path) -> None:
+def test_conversation_with_tools_is_one_exact_path(client: Client, tmp_path: Path) -> None:
     seen = converse(client, "whole", tmp_path)
     assert len(seen.attempt.steps) == 4 and seen.left == []
-    assert view(seen.attempt, only_path(seen.attempt)) == told(seen)["view"]
+    assert view(seen.attempt, only_path(seen.attempt)) == reported(seen)["view"]
     assert_trainable(seen.attempt)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("client", [client for client in CLIENTS + ONLY_STREAM if client != INVENTS], ids=named)
-def test_a_streamed_conversation_is_the_same_path_and_comes_in_pieces(client: Client, tmp_path: Path) -> None:
+def test_streamed_conversation_is_same_path_and_comes_in_pieces(client: Client, tmp_path: Path) -> None:
     seen = converse(client, "stream", tmp_path)
     assert len(seen.attempt.steps) == 4 and seen.left == []
-    assert view(seen.attempt, only_path(seen.attempt)) == told(seen)["view"] and told(seen)["pieces"] > 2
+    assert view(seen.attempt, only_path(seen.attempt)) == reported(seen)["view"] and reported(seen)["pieces"] > 2
     assert_trainable(seen.attempt)
 
 
 @pytest.mark.slow
-def test_a_client_that_puts_words_into_a_reply_opens_a_path_that_says_so(tmp_path: Path) -> None:
+def test_edited_reply_opens_a_path_with_its_reason(tmp_path: Path) -> None:
     seen = converse(INVENTS, "stream", tmp_path)
     assert len(seen.attempt.steps) == 4 and breaks(seen.attempt) == ["reply_edited"]
     assert_trainable(seen.attempt)
@@ -97,7 +97,7 @@ def test_a_client_that_puts_words_into_a_reply_opens_a_path_that_says_so(tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["whole", "stream"])
 @pytest.mark.parametrize("client", REASONS, ids=named)
-def test_reasoning_that_is_sent_back_is_matched_and_its_loss_is_counted(client: Client, mode: str, tmp_path: Path) -> None:
+def test_returned_reasoning_is_matched_and_lost_reasoning_counted(client: Client, mode: str, tmp_path: Path) -> None:
     seen = converse(client, mode, tmp_path, thinking(adder), THINKS)
     assert all(step.message["reasoning_content"] for step in seen.attempt.steps)
     assert [len(path) for path in paths(seen.attempt)] == [2, 2]

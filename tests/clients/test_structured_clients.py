@@ -66,7 +66,7 @@ ONLY_WHOLE = [
 def test_a_client_reads_the_object_that_was_recorded(way: Way, mode: str, tmp_path: Path) -> None:
     command = program(PROGRAMS / way.program, tmp_path / "work", way.way, mode, environment=way.environment)
     seen = Trial(way.environment, command, person, tmp_path / "work", name=f"{way.environment} {way.way}", mode=mode).run()
-    [told] = [line for line in seen.output.splitlines() if line.startswith("{")]  # crewAI draws a box after it
-    assert json.loads(told) == {"name": "Ada", "age": 36}
+    [reported] = [line for line in seen.output.splitlines() if line.startswith("{")]  # crewAI draws a box after it
+    assert json.loads(reported) == {"name": "Ada", "age": 36}
     assert len(seen.attempt.steps) == 1 and seen.left == [] and seen.apis == {api_of(way.way)}
     assert_trainable(seen.attempt)

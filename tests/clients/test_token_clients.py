@@ -32,7 +32,7 @@ def test_harbor_collects_the_tokens_and_log_probabilities_that_were_recorded(tmp
 
 
 @pytest.mark.slow
-def test_the_training_client_of_verifiers_holds_the_tokens_of_the_path(tmp_path: Path) -> None:
+def test_training_client_of_verifiers_holds_tokens_of_path(tmp_path: Path) -> None:
     seen = talk("verifiers", "verifiers_agent.py", "train", tmp_path / "work")
     last = seen.attempt.steps[-1]
     held = json.loads(seen.output.splitlines()[-1])["tokens"]

@@ -33,12 +33,12 @@ def _unpacked(name: str, folder: Path) -> Path:
 
 
 @pytest.fixture
-def told(capsys) -> Callable[..., Any]:
+def reported(capsys) -> Callable[..., Any]:
     """Runs a command with --json and returns what it prints."""
 
-    def told(*arguments: Any) -> Any:
+    def reported(*arguments: Any) -> Any:
         capsys.readouterr()
         assert run([*map(str, arguments), "--json"]) == 0, capsys.readouterr()
         return json.loads(capsys.readouterr().out)
 
-    return told
+    return reported

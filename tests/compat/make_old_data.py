@@ -113,7 +113,7 @@ def make_runs(project: Path) -> None:
 
 
 def make_gateway(project: Path) -> None:
-    """Of three groups, the first is trained, the second complete and the third open; an export of it all lies beside the folder."""
+    """Of three groups, the first is trained, the second complete and the third open; an export is next to the folder."""
     command = [sys.executable, "-m", "penstock", "gateway", "--model", "model", "--folder", "runs/gateway"]
     process = subprocess.Popen(command, cwd=project, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

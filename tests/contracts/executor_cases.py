@@ -14,20 +14,20 @@ from penstock.config import RolloutSection
 from penstock.events import Events
 from penstock.http.listen import bind
 from penstock.http.server import HttpServer
-from penstock.records import Attempt, Sampling, Task, make_rollout
+from penstock.records import Rollout, Sampling, Task, make_rollout
 from penstock.rollout.author_tasks import AuthorTasks
 from penstock.rollout.executors import EXECUTORS
 from penstock.rollout.executors.base import ExecutorContext, read_section
 from penstock.rollout.runner import Runner
-from penstock.rollout.server.app import create_rollout_server
-from penstock.rollout.server.backend import LocalBackend
 from penstock.rollout.transcripts import transcripts
 from penstock.sdk.discovery import load_agent
 from penstock.testing import ScriptedEngine, ScriptedReply, workbench
+from penstock_compat.rollout_server.app import create_rollout_server
+from penstock_compat.rollout_server.backend import LocalBackend
 
 AGENTS = Path(__file__).with_name("executor_agents")
 AGES = ("id", "notes", "metrics", "provider_data", "tracking_id")
-"""Keys under which frameworks keep what they make up or measure anew in each run, and ours for where the notes of a run lie."""
+"""Keys under which frameworks keep what they make up or measure again in each run, and ours for where the notes of a run lie."""
 DEADLINE_S = 60
 GRACE_S = 0.2
 
@@ -47,10 +47,10 @@ class Case:
 class Outcome:
     """What came of a case."""
 
-    attempt: Attempt
+    attempt: Rollout
     seen: dict[str, Any] | None
     """What the grader saw; None where it was never asked."""
-    told: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    reported: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
     @property
     def grades(self) -> list[tuple[str | None, int | None, float]]:
@@ -65,7 +65,7 @@ class Outcome:
 
 
 def _ageless(seen: Any) -> Any:
-    """Without ids that a framework makes up anew for each run, and without where the notes of this run lie."""
+    """Without ids that a framework makes up again for each run, and without where the notes of this run lie."""
     if isinstance(seen, dict):
         return {key: _ageless(value) for key, value in seen.items() if key not in AGES}
     return [_ageless(each) for each in seen] if isinstance(seen, list) else seen
@@ -121,10 +121,10 @@ class Stage:
 
     def __init__(self, name, agent, bench, folder):
         self.name, self.agent, self.bench, self.folder = name, agent, bench, folder
-        self.told = []
+        self.reported = []
         self.numbers = itertools.count()
         self.events = Events()
-        self.events.listen(lambda kind, fields: self.told.append((kind, fields)))
+        self.events.listen(lambda kind, fields: self.reported.append((kind, fields)))
 
     async def outcomes(self, cases: dict[str, Case]) -> dict[str, Outcome]:
         """By the cases' names. Those with the same deadline for their grader share an executor, as in a run they would."""
@@ -136,7 +136,7 @@ class Stage:
 
     async def _batch(self, cases, limit_s):
         async def load_transcripts(rollout_id):
-            return transcripts(await self.bench.pool.attempt(rollout_id))
+            return transcripts(await self.bench.pool.rollout(rollout_id))
 
         options = {"artifacts": self.folder / "artifacts", "grader_timeout_s": limit_s, "events": self.events}
         async with opened(self.name, self.agent, load_transcripts=load_transcripts, **options) as executor:
@@ -162,8 +162,8 @@ class Stage:
         limits = runner.limits.model_copy(update={"agent_timeout_s": case.agent_timeout_s})
         await replace(runner, limits=limits).run(rollout, task, Sampling(max_tokens=256))
         seen = json.loads(notes.read_text()) if notes.exists() else None
-        told = [(kind, fields) for kind, fields in self.told if fields.get("rollout_id") == rollout.id]
-        return Outcome(await self.bench.pool.attempt(rollout.id), seen, told)
+        reported = [(kind, fields) for kind, fields in self.reported if fields.get("rollout_id") == rollout.id]
+        return Outcome(await self.bench.pool.rollout(rollout.id), seen, reported)
 
 
 def outcomes(name, file, cases, folder, renderer: Renderer, *, tables=({}, {})):

@@ -3,23 +3,21 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from pool_with_writer import PoolWithWriter
 from postgres_server import server_url
 
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
-from penstock.records import End, Grade, Group, Lease, Node, Rollout, Sampling, Step, Task, make_rollout
+from penstock.records import End, Grade, Group, Lease, Node, RolloutRef, Sampling, Step, Task, make_rollout
 
-KINDS = [*POOLS, "sqlite-writer"]
-"""All pools, and the one of a file whose steps and ends another process writes."""
-DURABLE = [name for name in KINDS if name not in POOLS or POOLS.load(name).durable]
+KINDS = [*POOLS]
+DURABLE = [name for name in KINDS if POOLS.load(name).durable]
 TASK = Task(id="t1", prompt=({"role": "user", "content": "6 · 7 = …?"},), label="42", metadata={"row": 3})
 
 
 class FakeClock:
-    """A monotonic clock that moves when the test says so."""
+    """A monotonic clock that moves when the test reports this."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -30,8 +28,6 @@ class FakeClock:
 
 def open_one(name: str, folder: Path, **options: Any) -> Pool:
     """The pool called `name` for `folder`; PostgreSQL gets a server."""
-    if name == "sqlite-writer":
-        return cast("Pool", PoolWithWriter(folder, **options))
     where = {"url": server_url()} if name == "postgres" else {}
     return POOLS.load(name)(folder, **where, **options)
 
@@ -49,12 +45,12 @@ def play(name: str, folder: Path, act: Callable[[Pool], Awaitable[None]], **opti
     asyncio.run(main())
 
 
-def places(seq: int, size: int = 2, channel: str = "train") -> list[Rollout]:
+def places(seq: int, size: int = 2, channel: str = "train") -> list[RolloutRef]:
     return [make_rollout(f"{channel}-{seq}", TASK.id, place, channel=channel) for place in range(size)]
 
 
 def make_node(rollout_id: str, number: int = 0, **fields: Any) -> Node:
-    plain = {"parent": None, "token_ids": (1, 2, 3), "chain": f"n{number}", "messages": TASK.prompt}
+    plain = {"parent": None, "token_ids": (1, 2, 3), "messages_digest": f"n{number}", "messages": TASK.prompt}
     return Node(rollout_id=rollout_id, id=number, **{**plain, **fields})
 
 
@@ -69,7 +65,7 @@ def make_step(rollout_id: str, index: int = 0, *, version: int = 0, **fields: An
         "sampling": Sampling(temperature=0.7, stop=("</s>",)),
         "finish": "stop",
         "message": {"role": "assistant", "content": "42"},
-        "chain": f"s{index}",
+        "messages_digest": f"s{index}",
     }
     return Step(rollout_id=rollout_id, index=index, **{**plain, **fields})
 
@@ -79,7 +75,7 @@ async def open_groups(pool: Pool, count: int = 1, *, first: int = 0, size: int =
         await pool.open_group(TASK, places(seq, size, channel), seq=seq)
 
 
-async def finish(pool: Pool, rollout: Rollout, *, version: int = 0, reward: float = 1.0) -> None:
+async def finish(pool: Pool, rollout: RolloutRef, *, version: int = 0, reward: float = 1.0) -> None:
     await pool.append(make_step(rollout.id, version=version), make_node(rollout.id))
     await pool.grade(Grade(rollout_id=rollout.id, reward=reward, source="grader"))
     assert await pool.end(rollout.id, End.COMPLETED)

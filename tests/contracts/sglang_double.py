@@ -1,6 +1,6 @@
 """An SGLang server that is none: real HTTP on a free port, made-up tokens, and the routes as SGLang documents them.
 
-`/generate` streams events `{"text", "output_ids", "meta_info"}`, in which, as SGLang does unless told otherwise, every event holds
+`/generate` streams events `{"text", "output_ids", "meta_info"}`, and by default every event holds
 all tokens so far; `incremental` is its `--incremental-streaming-output`. `meta_info.output_token_logprobs` has (log-probability,
 id, text or null) of each token, `weight_version` what the server holds, `finish_reason` an object with a `type`.
 """

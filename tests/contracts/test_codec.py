@@ -122,17 +122,17 @@ def test_columns_are_little_endian() -> None:
 
 @pytest.mark.parametrize("values", [(2**31,), (-(2**31) - 1,), (1.5,), ("1",), (None,)])
 def test_what_is_no_token_is_refused(values: tuple[Any, ...]) -> None:
-    with pytest.raises(ValueError, match="not a column"):
+    with pytest.raises(ValueError, match="column"):
         pack_ints(values)
 
 
 def test_a_torn_column_is_refused() -> None:
-    with pytest.raises(ValueError, match="not a column"):
+    with pytest.raises(ValueError, match="column"):
         unpack_ints(b"\0\0\0\0\0")
 
 
 @given(st.lists(st.integers(0, 2**31 - 1), max_size=20), st.integers(0, 20))
-def test_a_context_has_one_digest_in_however_many_parts_it_is_hashed(ids: list[int], cut: int) -> None:
+def test_context_has_one_digest_in_many_parts_it_is_hashed(ids: list[int], cut: int) -> None:
     before = extend_ids_hash(None, ids[:cut])
     assert extend_ids_hash(before, ids[cut:]).hexdigest() == context_digest(ids)
     assert before.hexdigest() == context_digest(ids[:cut])

@@ -22,7 +22,7 @@ def opening(request: pytest.FixtureRequest, tmp_path: Path) -> Opening:
     return {"embedded": embedded, "paged": partial(embedded, paged=True), "scripted": partial(scripted, tmp_path)}[request.param]
 
 
-def test_a_reply_comes_in_aligned_chunks_of_which_only_the_last_has_a_finish(opening: Opening):
+def test_chunks_are_aligned_and_only_the_last_has_a_finish(opening: Opening):
     async def case():
         async with opening() as engine:
             chunks = [chunk async for chunk in engine.generate(PROMPT, Sampling(max_tokens=12))]
@@ -74,7 +74,7 @@ def test_a_stop_id_ends_the_reply_and_is_kept(opening: Opening):
     run(case())
 
 
-def test_a_stop_id_on_the_last_allowed_token_is_a_stop(opening: Opening):
+def test_stop_id_on_last_allowed_token_is_stop(opening: Opening):
     async def case():
         async with opening() as engine:
             free = await read(engine, PROMPT, Sampling(max_tokens=1, seed=3))
@@ -129,13 +129,13 @@ def test_swap_runs_the_change_once(opening: Opening):
     run(case())
 
 
-def test_a_change_that_fails_leaves_the_version_and_tells_the_caller(opening: Opening):
+def test_change_that_fails_leaves_version_and_reports_caller(opening: Opening):
     def change() -> None:
         raise ZeroDivisionError("no gradient")
 
     async def case():
         async with opening() as engine:
-            with pytest.raises(ZeroDivisionError, match="no gradient"):
+            with pytest.raises(ZeroDivisionError, match="gradient"):
                 await engine.swap(1, change)
             assert engine.version == 0
             assert len((await read(engine, PROMPT, Sampling(max_tokens=5))).ids) == 5
@@ -174,7 +174,7 @@ def test_a_cancelled_reader_does_not_keep_others_from_being_served(opening: Open
     run(case())
 
 
-def test_a_prompt_beyond_the_context_is_refused_before_the_first_chunk(opening: Opening):
+def test_prompt_beyond_context_is_rejected_before_first_chunk(opening: Opening):
     async def case():
         async with opening() as engine:
             with pytest.raises(EngineError, match=str(engine.context_length)):

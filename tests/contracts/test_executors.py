@@ -8,10 +8,8 @@ from functools import cache
 import pytest
 from executor_cases import Case, outcomes
 
-from penstock.chat.renderer import Renderer
 from penstock.records import End
 from penstock.rollout.executors import EXECUTORS
-from penstock.testing import write_tokenizer
 
 CASES = {
     "answers": Case(),
@@ -117,11 +115,6 @@ ENDED = {
 FRAMEWORKS = {"strands": "strands_agent.py", "agents": "openai_agent.py"}
 
 
-@pytest.fixture(scope="module")
-def renderer(tmp_path_factory):
-    return Renderer.load(write_tokenizer(tmp_path_factory.mktemp("model")))
-
-
 SLOW = {"process": [pytest.mark.slow], "ray": [pytest.mark.slow]}
 NAMES = [pytest.param(name, marks=SLOW.get(name, ())) for name in EXECUTORS]
 """A process for each workflow and grader takes its time, and so does a cluster."""
@@ -197,7 +190,7 @@ def test_failed_case_ends_once_with_its_reason(case, came):
     assert (attempt.end, attempt.grades) == (end, ())
     assert re.search(words, attempt.message), attempt.message
     assert "\n" not in attempt.message
-    assert [kind for kind, _ in came[case].told].count("rollout.end") == 1
+    assert [kind for kind, _ in came[case].reported].count("rollout.end") == 1
 
 
 def test_transcripts_are_recorded_and_seen_apart(came):
@@ -213,7 +206,7 @@ def test_conversation_is_seen_whole(came):
     assert sample["steps"] == [0, 1, 2]
 
 
-def test_messages_that_a_workflow_returns_stand_beside_the_recorded_ones(came):
+def test_messages_that_workflow_returns_stand_next_to_recorded_ones(came):
     (sample,) = came["own-words"].seen["samples"].values()
     assert sample["claims"] == [{"role": "assistant", "content": "in my own words"}]
     assert [each["content"] for each in sample["messages"]] == ["say: six", "six"]
@@ -221,24 +214,24 @@ def test_messages_that_a_workflow_returns_stand_beside_the_recorded_ones(came):
 
 
 @pytest.mark.parametrize("case", ["reports-answer", "reports-user", "reports-earlier"])
-def test_conversation_that_was_not_sampled_like_that_is_told(case, came):
-    told = [fields["transcripts"] for kind, fields in came[case].told if kind == "rollout.misreported"]
-    assert told == [["main"]]
+def test_conversation_that_was_not_sampled_like_that_is_reported(case, came):
+    shown = [fields["transcripts"] for kind, fields in came[case].reported if kind == "rollout.misreported"]
+    assert shown == [["main"]]
     assert came[case].seen["samples"]["main"]["claims"]
 
 
-def test_grader_sees_the_metadata_that_the_workflow_was_given_not_what_it_made_of_it(came):
+def test_grader_sees_the_original_metadata(came):
     assert "hint" not in came["meddles"].seen["metadata"]
 
 
-def test_direct_call_to_a_provider_is_told_though_the_rollout_completes(came):
-    told = [fields["providers"] for kind, fields in came["stray-and-answer"].told if kind == "rollout.strays"]
-    assert told == [["api.openai.com"]]
+def test_direct_call_to_provider_is_reported_though_rollout_completes(came):
+    shown = [fields["providers"] for kind, fields in came["stray-and-answer"].reported if kind == "rollout.direct_calls"]
+    assert shown == [["api.openai.com"]]
 
 
 @pytest.mark.slow  # each imports its framework
 @pytest.mark.parametrize("package", FRAMEWORKS)
-def test_framework_tells_the_grader_its_own_messages(package, executor, renderer, tmp_path):
+def test_framework_reports_the_grader_its_own_messages(package, executor, renderer, tmp_path):
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
     cases = {"talk": Case(grade="each")}

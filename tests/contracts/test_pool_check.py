@@ -16,8 +16,7 @@ from penstock.pool import POOLS
 from penstock.pool.base import Pool
 from penstock.pool.check import PoolCheck
 from penstock.pool.location import PoolLocation
-from penstock.pool.postgres import PostgresPool, schema_name
-from penstock.pool.sql.postgres import PostgresDatabase
+from penstock.pool.postgres import PostgresDatabase, PostgresPool, schema_name
 from penstock.records import Mark
 
 pytestmark = pytest.mark.slow
@@ -60,7 +59,7 @@ def durable(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def test_a_pool_as_it_was_written_is_sound_beside_its_writer(durable: str, tmp_path: Path) -> None:
+def test_pool_unchanged_written_is_sound_next_to_its_writer(durable: str, tmp_path: Path) -> None:
     async def act(pool: Pool) -> None:
         await fill(pool)
         found = await asyncio.to_thread(verify, durable, tmp_path)
@@ -78,7 +77,7 @@ def test_a_pool_as_it_was_written_is_sound_beside_its_writer(durable: str, tmp_p
 
 
 async def attempt(pool: Pool, name: str) -> None:
-    await pool.attempt(name)
+    await pool.rollout(name)
 
 
 async def group(pool: Pool, name: str) -> None:
@@ -113,7 +112,7 @@ def test_what_is_gone_or_changed_is_refused_and_named(
     durable: str, tmp_path: Path, statement: str, read: Callable[[Pool, str], Any], name: str
 ) -> None:
     async def refused(pool: Pool) -> None:
-        with pytest.raises(PoolError, match="damaged on disk"):
+        with pytest.raises(PoolError, match="damaged"):
             await read(pool, name)
 
     play(durable, tmp_path, fill)
@@ -140,13 +139,13 @@ def test_what_only_the_whole_can_tell_is_named(durable: str, tmp_path: Path, sta
     assert verify(durable, tmp_path).findings
 
 
-def test_a_pool_of_an_earlier_format_is_brought_up_to_date_before_it_is_checked(tmp_path: Path) -> None:
+def test_old_pool_format_is_migrated_before_the_check(tmp_path: Path) -> None:
     play("sqlite", tmp_path, fill)
     change("sqlite", tmp_path, "PRAGMA user_version = 1")
     [finding] = verify("sqlite", tmp_path).findings
     assert (finding.table, "earlier penstock" in finding.what) == ("file", True)
 
 
-def test_a_postgres_that_cannot_be_reached_is_an_error_with_a_remedy(tmp_path: Path) -> None:
-    with pytest.raises(PoolError, match=r"check pool\.url"):
+def test_postgres_that_cannot_be_reached_is_error_with_remedy(tmp_path: Path) -> None:
+    with pytest.raises(PoolError, match=r"pool\.url"):
         PostgresPool.verify(tmp_path, f"postgresql://penstock@/postgres?host={tmp_path}", lambda done, total: None)

@@ -1,4 +1,4 @@
-"""Random lives of each durable pool, with the memory pool as the model: both must say the same at every step."""
+"""Random operations on each durable pool and on a model of it in plain dictionaries: both must always agree."""
 
 import asyncio
 import shutil
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dict_pool import DictPool
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -16,9 +17,8 @@ from pool_cases import TASK, FakeClock, make_node, make_step, open_one, places
 from postgres_server import server_url
 
 from penstock.errors import PoolError
-from penstock.pool import POOLS
 from penstock.pool.base import Change, GroupLimit, Pool
-from penstock.records import End, Grade, Lease, Mark, Rollout
+from penstock.records import End, Grade, Lease, Mark, RolloutRef
 
 REFUSED = "refused"
 
@@ -28,7 +28,7 @@ limits = st.sampled_from([None, None, GroupLimit(2, "refuse"), GroupLimit(3, "dr
 lease_times = st.sampled_from([0.0, 1e9])
 
 
-def told(changes: list[Change]) -> dict[str, list[str]]:
+def reported(changes: list[Change]) -> dict[str, list[str]]:
     """What happened to each thing, in order."""
     assert [change.position for change in changes] == sorted({change.position for change in changes})
     found: dict[str, list[str]] = {}
@@ -45,9 +45,9 @@ class PoolModel(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp())
         self.runner = asyncio.Runner()
         self.clock = FakeClock()
-        self.model: Pool = POOLS.load("memory")(self.folder, clock=self.clock)
+        self.model: Pool = DictPool(self.clock)
         self.pool: Pool = open_one(self.name, self.folder, clock=self.clock)
-        self.rollouts: list[Rollout] = []
+        self.rollouts: list[RolloutRef] = []
         self.leases: list[tuple[str, str]] = []
         for seq in range(3):
             self.open_group(seq, 2, "train")
@@ -73,7 +73,7 @@ class PoolModel(RuleBasedStateMachine):
         assert got == expected
         return got
 
-    def pick(self, number: int) -> Rollout:
+    def pick(self, number: int) -> RolloutRef:
         return self.rollouts[number % len(self.rollouts)]
 
     @rule(seq=st.integers(0, 5), size=st.integers(1, 2), channel=channels, min_size=st.sampled_from([0, 0, 1, 2]), limit=limits)
@@ -180,7 +180,7 @@ class PoolModel(RuleBasedStateMachine):
     @precondition(lambda self: self.rollouts)
     @rule(number=numbers)
     def attempt(self, number: int) -> None:
-        self.both(lambda pool: pool.attempt(self.pick(number).id))
+        self.both(lambda pool: pool.rollout(self.pick(number).id))
 
     @precondition(lambda self: self.rollouts)
     @rule()
@@ -194,7 +194,7 @@ class PoolModel(RuleBasedStateMachine):
             seen = [(await pool.groups(channel), await pool.stats(channel)) for channel in ("train", "val")]
             trained = await pool.trained()
             assert len({group for group, _ in trained}) == len(trained)
-            return [seen, trained, await pool.unfinished("train"), told(await pool.changes())]
+            return [seen, trained, await pool.unfinished("train"), reported(await pool.changes())]
 
         self.both(look)
 

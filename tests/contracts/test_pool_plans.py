@@ -8,8 +8,8 @@ from pathlib import Path
 
 from pool_cases import TASK, complete, make_node, make_step, must_claim, open_groups, places
 
+from penstock.pool import sqlite
 from penstock.pool.base import GroupLimit
-from penstock.pool.sql import sqlite
 from penstock.pool.sqlite import SqlitePool
 from penstock.records import End, Grade, Mark
 
@@ -42,7 +42,7 @@ async def live(folder: Path) -> None:
     await pool.renew(lease.id, 60)
     await pool.ack(lease.id, 1)
     await pool.release()
-    await pool.attempt(places(2, 8)[2].id)
+    await pool.rollout(places(2, 8)[2].id)
     await pool.task(places(2, 8)[2].id)
     await pool.unfinished("train")
     await pool.groups("train", first_seq=1)
@@ -61,7 +61,7 @@ def test_every_statement_finds_its_rows_by_an_index(tmp_path: Path, monkeypatch)
         database.set_trace_callback(said.add)
         return database
 
-    monkeypatch.setattr("penstock.pool.sqlite.open_database", listening)  # SQLite tells its statements to no one else
+    monkeypatch.setattr("penstock.pool.sqlite.open_database", listening)  # SQLite reports its statements to no one else
     asyncio.run(live(tmp_path))
     monkeypatch.undo()
     asked = [text for text in said if re.match("(SELECT|WITH|UPDATE|INSERT|DELETE)", text) and not any(w in text for w in WHOLE)]

@@ -1,4 +1,4 @@
-"""A run in PostgreSQL, from the command line: it trains and goes on, starts over, and is not taken for another of its name."""
+"""A run in PostgreSQL, from the command line: it trains and continues, starts over, and is not taken for another of its name."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ def train(folder: Path, steps: int, *more: str, url: str | None = None) -> Compl
     return called(folder, "train", TINY, "--json", *more, *(part for setting in settings for part in ("--set", setting)))
 
 
-def test_a_run_goes_on_and_starts_over_and_another_of_its_name_is_refused(tmp_path: Path) -> None:
+def test_run_resumes_and_a_namesake_is_rejected(tmp_path: Path) -> None:
     first = train(tmp_path / "here", 1)
     assert first.returncode == 0, first.stderr
     again = train(tmp_path / "here", 2)
@@ -39,7 +39,7 @@ def test_a_run_goes_on_and_starts_over_and_another_of_its_name_is_refused(tmp_pa
 @pytest.mark.parametrize(
     ("url", "why"), [("", "needs pool.url"), ("postgresql://me:secret@host/db", "holds a password, which would be stored")]
 )
-def test_an_address_that_cannot_be_one_is_refused_before_there_is_a_run(tmp_path: Path, url: str, why: str) -> None:
+def test_bad_address_is_rejected_before_the_run(tmp_path: Path, url: str, why: str) -> None:
     refused = train(tmp_path / "here", 1, url=url)
     said = json.loads(refused.stderr.splitlines()[-1])["error"]["message"]
     assert (refused.returncode, why in said, "secret" in refused.stdout + refused.stderr) == (2, True, False)

@@ -1,4 +1,4 @@
-"""A controller that serves on a socket in a thread of its own, and a project for it whose model needs no weights."""
+"""A controller that serves on a socket in a separate thread, and a project for it whose model needs no weights."""
 
 import asyncio
 import io
@@ -18,12 +18,11 @@ import orjson
 from api_client import ApiClient
 
 from penstock.cli.app import run
-from penstock.controller.api.app import serve_controller
-from penstock.controller.context import Controller, ControllerLimits, open_controller
-from penstock.controller.database import ControllerDatabase
-from penstock.controller.home import Home
-from penstock.controller.jobs import RunJob
-from penstock.controller.runs import RunFiles, RunQueue, RunStatus, Submission, new_id, now
+from penstock_controller.api.app import serve_controller
+from penstock_controller.context import Controller, ControllerLimits, open_controller
+from penstock_controller.database import ControllerDatabase
+from penstock_controller.home import Home
+from penstock_controller.runs import RunFiles, RunJob, RunQueue, RunStatus, Submission, new_id, now
 
 ENGINE_FOLDER = Path(__file__).parents[1] / "helpers" / "cli_engine"
 AGENT = """
@@ -76,8 +75,8 @@ def carry_out(folder: Path, name: str) -> None:
     database = ControllerDatabase(home.database)
     try:
         runs = RunQueue(database)
-        told: dict[str, Any] = {"tables": TABLES, "secrets": {"WORD": "user", "REMOVED": "user"}, "creator": "owner"}
-        runs.add("eval", run_id, name, Submission(**facts, **told, dataset_digest="d", snapshot="s"))
+        answer: dict[str, Any] = {"tables": TABLES, "secrets": {"WORD": "user", "REMOVED": "user"}, "creator": "owner"}
+        runs.add("eval", run_id, name, Submission(**facts, **answer, dataset_digest="d", snapshot="s"))
         runs.launch(run_id)
         runs.finish(run_id, RunStatus.FINISHED)
     finally:

@@ -151,7 +151,7 @@ def fetch(url: str, *, method: str = "GET", body: bytes | None = None) -> tuple[
 
 
 def exchange(url: str, method: str, target: str, body: bytes | None, headers: dict[str, str]) -> tuple[int, bytes, dict[str, str]]:
-    """One request on a connection of its own."""
+    """Sends one request on a new connection."""
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=30)
     try:
         connection.request(method, target, body, headers)

@@ -10,12 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from penstock.controller.context import ControllerLimits, open_controller
-from penstock.controller.database import ControllerDatabase
-from penstock.controller.home import Home
-from penstock.controller.jobs import RunJob
-from penstock.controller.monitor import monitor_pid
-from penstock.controller.runs import Run, RunFiles, RunKind, RunQueue, Submission, new_id
+from penstock.config import RunKind
+from penstock_controller.context import ControllerLimits, open_controller
+from penstock_controller.database import ControllerDatabase
+from penstock_controller.home import Home
+from penstock_controller.monitor import monitor_pid
+from penstock_controller.runs import Run, RunFiles, RunJob, RunQueue, Submission, new_id
 
 T = TypeVar("T")
 DEADLINE_S = 120.0

@@ -6,10 +6,10 @@ import json
 import aiohttp
 from yarl import URL
 
-from penstock.controller.api.app import serve_controller
-from penstock.controller.context import ControllerLimits, open_controller
-from penstock.controller.home import Home
-from penstock.controller.runs import RunFiles, RunStatus, Submission, new_id
+from penstock_controller.api.app import serve_controller
+from penstock_controller.context import ControllerLimits, open_controller
+from penstock_controller.home import Home
+from penstock_controller.runs import RunFiles, RunStatus, Submission, new_id
 
 ROWS = b'{"prompt": "6 times 7?", "label": "42"}\n{"prompt": "2 times 3?", "label": "6"}\n'
 

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from core_cases import CONFIG, files_of, messages, until_async, write_project
 
-from penstock.controller.admission import CodeOrigin, admit
-from penstock.controller.context import Controller, ControllerLimits, open_controller
-from penstock.controller.home import Home
-from penstock.controller.identity import OWNER, Identity
-from penstock.controller.monitor import kill_stray_processes
-from penstock.controller.resolve import resolve_submission
-from penstock.controller.runs import Run, RunFiles, RunKind, RunStatus
-from penstock.controller.snapshots import make_snapshot
+from penstock.config import RunKind
 from penstock.errors import ConfigError, ControllerError, PenstockError
+from penstock_controller.admission import CodeOrigin, admit, resolve_submission
+from penstock_controller.context import Controller, ControllerLimits, open_controller
+from penstock_controller.home import Home
+from penstock_controller.identity import OWNER, Identity
+from penstock_controller.monitor import kill_stray_processes
+from penstock_controller.runs import Run, RunFiles, RunStatus
+from penstock_controller.snapshots import make_snapshot
 
 TABLES = tomllib.loads(CONFIG)
 BODY = {"run_config": {"tables": TABLES, "file": "penstock.toml"}}
@@ -73,9 +73,7 @@ TELLTALE = """import os
 
 
 @pytest.mark.slow
-def test_an_admitted_evaluation_is_carried_out_as_it_was_submitted_and_its_secret_lands_in_no_file(
-    home: Home, tmp_path: Path
-) -> None:
+def test_admitted_evaluation_runs_and_writes_no_secret(home: Home, tmp_path: Path) -> None:
     project = write_project(tmp_path / "project", rows=2)
     agent = (project / "agent.py").read_text()
     (project / "agent.py").write_text(agent.replace("        said = ", f"        {TELLTALE}        said = "))
@@ -99,14 +97,14 @@ def test_an_admitted_evaluation_is_carried_out_as_it_was_submitted_and_its_secre
         assert not file.is_file() or SECRET.encode() not in file.read_bytes(), file
 
 
-def test_everything_wrong_with_a_submission_is_told_at_once_by_names_in_the_snapshot(home: Home, project: Path) -> None:
+def test_submission_problems_name_files_of_the_snapshot(home: Home, project: Path) -> None:
     (project / "agent.py").write_text("raise ValueError('broken')")
     (project / "tasks.jsonl").write_text('{"prompt": "2*7", "label": "14"}\nnothing\n')
     error = refused(home, project, BODY)
     assert isinstance(error, ConfigError) and len(error.issues) >= 2
-    told = "\n".join(issue.message for issue in error.issues)
-    assert "agent.py" in told and "broken" in told and "tasks.jsonl" in told and "row 2" in told.replace("line 2", "row 2")
-    assert str(home.path) not in f"{error} {told}"
+    answer = "\n".join(issue.message for issue in error.issues)
+    assert "agent.py" in answer and "broken" in answer and "tasks.jsonl" in answer and "row 2" in answer.replace("line 2", "row 2")
+    assert str(home.path) not in f"{error} {answer}"
 
 
 def test_a_file_that_hangs_or_dies_costs_a_message(home: Home, project: Path) -> None:
@@ -151,7 +149,7 @@ def test_a_queue_that_is_full_refuses(home: Home, project: Path) -> None:
     asyncio.run(work())
 
 
-def test_an_experiment_takes_its_uploaded_dataset_and_a_name_that_is_free(home: Home, tmp_path: Path) -> None:
+def test_experiment_uses_uploaded_dataset_and_a_free_name(home: Home, tmp_path: Path) -> None:
     folder = workspace(tmp_path / "workspace")
     rows = folder / "rollouts" / "tiny" / "tasks.jsonl"
     body = {"experiment_config": EXPERIMENT, "evaluation_config": {"n": 2}, "env_config": {"MODE": "fast"}}
@@ -168,7 +166,7 @@ def test_an_experiment_takes_its_uploaded_dataset_and_a_name_that_is_free(home: 
             assert await asyncio.to_thread(Path(config["dataset"]["train"]).read_bytes) == rows.read_bytes()
             assert runs[0].submission.env == {"MODE": "fast"} and runs[0].submission.tables["experiment"] == EXPERIMENT
             (folder / "data" / "tasks.jsonl").write_text('{"prompt": "3*7", "label": "21"}\n')
-            with pytest.raises(ConfigError, match="the uploaded dataset is not what tasks"):
+            with pytest.raises(ConfigError, match="uploaded"):
                 await submit(controller, folder, body | {"snapshot": "0" * 64})
 
     asyncio.run(work())
@@ -177,9 +175,7 @@ def test_an_experiment_takes_its_uploaded_dataset_and_a_name_that_is_free(home: 
 @pytest.mark.parametrize(
     ("engine", "is_local"), [({"name": "embedded"}, True), ({"name": "openai", "url": "http://127.0.0.1:9"}, False)]
 )
-def test_a_models_name_is_one_of_ours_unless_an_endpoint_has_it(
-    home: Home, tmp_path: Path, engine: dict[str, str], is_local: bool
-) -> None:
+def test_model_name_is_ours_unless_an_endpoint_has_it(home: Home, tmp_path: Path, engine: dict[str, str], is_local: bool) -> None:
     files = RunFiles(tmp_path / "run")
     write_project(files.code)
     (files.code / "far" / "one").mkdir(parents=True)

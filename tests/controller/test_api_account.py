@@ -9,11 +9,11 @@ from api_cases import Served, let_in, served
 from api_client import ApiClient, Refused, exchange, need
 from starlette.requests import Request
 
-from penstock.controller.api.auth import MAX_LOGINS, MAX_LOGINS_OF_CALLER, ApiTokens, DeviceLogins, caller_address
-from penstock.controller.api.links import SignedLinks
-from penstock.controller.database import ControllerDatabase
-from penstock.controller.runs import Submission
 from penstock.errors import ControllerError
+from penstock_controller.api.auth import MAX_LOGINS, MAX_LOGINS_OF_CALLER, ApiTokens, DeviceLogins, caller_address
+from penstock_controller.api.links import SignedLinks
+from penstock_controller.database import ControllerDatabase
+from penstock_controller.runs import Submission
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def test_a_refusal_says_which_token_is_wrong(world, header, code):
     assert (status, json.loads(body)["code"], headers["www-authenticate"]) == (401, code, "Bearer")
 
 
-def test_the_owner_is_told_who_they_are(world):
+def test_owner_sees_their_identity(world):
     found = world.client().ask("GET", "verify")
     assert need(found["user"], "id", "email") and "expires_at" not in found
     assert found["workspace"] == {"id": "acme/agents", "name": "acme/agents", "role": "owner"}
@@ -83,7 +83,7 @@ def test_a_token_is_revoked_by_its_bearer_or_the_owner(world):
     assert refused(ApiClient(world.url, second["token"]), "GET", "verify").code == "TOKEN_REVOKED"
 
 
-def test_a_token_is_kept_as_a_hash_and_ends_with_its_time(world):
+def test_token_is_stored_as_a_hash_and_expires(world):
     database = world.controller.database
     token, who = ApiTokens(database, "owner's").create("phone")
     assert token not in json.dumps([list(row) for row in database.rows("SELECT * FROM tokens")])
@@ -114,7 +114,7 @@ def test_a_flood_of_logins_pushes_out_itself_and_nobody_else(tmp_path):
         assert logins.token(approved.device_code)[1].label == "phone (device)"
 
 
-def test_a_flood_from_many_addresses_is_bounded_and_takes_the_greediest_first(tmp_path):
+def test_flood_of_logins_is_bounded_per_address(tmp_path):
     with served(tmp_path / "home") as found:
         logins = DeviceLogins(found.controller.database, ApiTokens(found.controller.database, "owner's"))
         ours = logins.begin("laptop", "192.0.2.1")
@@ -168,7 +168,7 @@ def test_a_device_of_the_owners_is_not_the_owner(world):
     )
 
 
-def test_a_token_of_an_older_version_is_a_device_on_its_own(tmp_path):
+def test_token_of_an_older_version_is_a_separate_device(tmp_path):
     database = ControllerDatabase(tmp_path / "c.db")
     try:
         token, who = ApiTokens(database, "owner's").create("old")
@@ -205,7 +205,7 @@ def test_repositories_are_registered_by_the_owner_and_listed_to_all(world, tmp_p
     assert (error.code, error.body["field"]) == ("BODY_INVALID", "path")
 
 
-def test_a_database_that_fails_is_told_as_such(world):
+def test_database_failure_has_a_code(world):
     world.controller.database.write("ALTER TABLE logins RENAME TO gone")
     try:
         error = refused(ApiClient(world.url, None, None), "POST", "device/authorize", {"deviceName": "x"})
@@ -214,7 +214,7 @@ def test_a_database_that_fails_is_told_as_such(world):
         world.controller.database.write("ALTER TABLE gone RENAME TO logins")
 
 
-def test_what_nobody_expected_is_logged_and_told_without_its_words(world, caplog):
+def test_unexpected_error_is_logged_and_not_exposed(world, caplog):
     submission = Submission(rollout="", entrypoint="", model="", dataset="", dataset_digest="", snapshot="", tables={})
     run = world.controller.runs.add("eval", "0" * 16, "damaged", submission)
     world.controller.runs.request_stop(run.id)

@@ -6,7 +6,7 @@ from urllib.parse import quote
 import pytest
 from served_controller import ROWS, served_controller
 
-from penstock.controller.api.links import SignedLinks
+from penstock_controller.api.links import SignedLinks
 
 
 def test_a_dataset_goes_up_is_shown_and_comes_down_again(tmp_path):
@@ -31,7 +31,7 @@ def test_a_dataset_goes_up_is_shown_and_comes_down_again(tmp_path):
     asyncio.run(whole())
 
 
-def test_a_name_in_use_is_a_conflict_that_names_the_dataset_and_can_be_overwritten(tmp_path):
+def test_name_in_use_is_a_conflict_unless_overwritten(tmp_path):
     async def whole():
         async with served_controller(tmp_path) as caller:
             made = (await caller.upload("sums", ROWS))[1]
@@ -58,7 +58,7 @@ def test_bad_rows_are_refused_with_an_issue_for_each(tmp_path):
     asyncio.run(whole())
 
 
-def test_an_aborted_upload_is_cancelled_and_its_link_is_worth_nothing(tmp_path):
+def test_aborted_upload_invalidates_its_link(tmp_path):
     async def whole():
         async with served_controller(tmp_path) as caller:
             begun = (await caller.begin("sums", ROWS))[1]
@@ -70,7 +70,7 @@ def test_an_aborted_upload_is_cancelled_and_its_link_is_worth_nothing(tmp_path):
     asyncio.run(whole())
 
 
-def test_a_connection_that_breaks_leaves_nothing_and_the_file_can_be_sent_again(tmp_path):
+def test_broken_upload_leaves_nothing_and_can_be_retried(tmp_path):
     async def broken(url, size):
         host, port = url.split("/")[2].split(":")
         _, writer = await asyncio.open_connection(host, int(port))
@@ -119,7 +119,7 @@ def test_a_connection_that_breaks_leaves_nothing_and_the_file_can_be_sent_again(
         ("GET", "datasets?limit=51", None, 400, "QUERY_INVALID"),
     ],
 )
-def test_what_cannot_be_is_one_line_with_a_code_and_changes_nothing(tmp_path, method, path, body, status, code):
+def test_bad_dataset_request_has_a_code(tmp_path, method, path, body, status, code):
     async def whole():
         async with served_controller(tmp_path, dataset_mb=2) as caller:
             answered, refused = await caller.ask(method, path, body)
@@ -129,7 +129,7 @@ def test_what_cannot_be_is_one_line_with_a_code_and_changes_nothing(tmp_path, me
     asyncio.run(whole())
 
 
-def test_links_that_are_over_changed_or_for_something_else_are_forbidden(tmp_path):
+def test_invalid_links_are_forbidden(tmp_path):
     async def whole():
         async with served_controller(tmp_path) as caller:
             begun = (await caller.begin("sums", ROWS))[1]
@@ -148,7 +148,7 @@ def test_links_that_are_over_changed_or_for_something_else_are_forbidden(tmp_pat
     asyncio.run(whole())
 
 
-def test_a_name_of_any_letters_is_found_and_downloaded_under_its_name(tmp_path):
+def test_unicode_name_is_found_and_downloaded(tmp_path):
     async def whole():
         async with served_controller(tmp_path) as caller:
             name = 'Summen ü "1" 100%'

@@ -12,7 +12,7 @@ from penstock.models import resolve
 NAME = quote("sums/step-4", safe="")
 
 
-def test_base_models_and_checkpoints_are_listed_with_what_may_be_served(tmp_path):
+def test_models_and_checkpoints_are_listed(tmp_path):
     async def whole():
         async with served_controller(tmp_path) as caller:
             _, results = add_training(caller.controller.runs, caller.controller.home, "sums")

@@ -6,7 +6,7 @@ from served_controller import served_controller
 from test_repositories import git, repository
 
 
-def test_rollouts_of_the_callers_repository_are_listed_a_page_at_a_time(tmp_path):
+def test_rollouts_of_the_repository_are_paged(tmp_path):
     sha = repository(tmp_path / "r", "a", "b", "c")
     git(tmp_path / "r", "branch", "other")
 
@@ -25,7 +25,7 @@ def test_rollouts_of_the_callers_repository_are_listed_a_page_at_a_time(tmp_path
     asyncio.run(whole())
 
 
-def test_an_unknown_repository_branch_or_none_is_told_with_a_remedy(tmp_path):
+def test_unknown_repository_or_branch_has_a_remedy(tmp_path):
     repository(tmp_path / "r", "a")
 
     async def whole():

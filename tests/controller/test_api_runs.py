@@ -1,4 +1,4 @@
-"""Runs over the platform's API, asked for by a client written from its contract: what is told, and what is refused."""
+"""Runs over the platform's API, asked for by a client written from its contract: accepted and refused requests."""
 
 import json
 import threading
@@ -16,9 +16,9 @@ from api_client import ApiClient, Refused, exchange, fetch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.controller.api.links import SignedLinks
-from penstock.controller.api.outputs import RowRanges
-from penstock.controller.identity import THE_OWNER
+from penstock_controller.api.links import SignedLinks
+from penstock_controller.api.outputs import RowRanges
+from penstock_controller.identity import THE_OWNER
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def refused(work: Any, *arguments: Any, **options: Any) -> Refused:
     return caught.value
 
 
-def test_an_evaluation_is_told_in_numbers_worked_by_hand(client):
+def test_evaluation_numbers_equal_those_by_hand(client):
     detail = client.info("eval", "asked")
     results = detail["results"]
     assert detail["eval_run"]["status"] == "finished" and detail["eval_run"]["completed_at"].endswith("Z")
@@ -70,14 +70,14 @@ def test_name_and_id_lead_to_the_same_run(client):
     assert refused(client.info, "train", "asked").code == "RUN_NOT_FOUND"
 
 
-def test_every_file_comes_with_the_size_that_was_told(client):
+def test_files_have_the_announced_sizes(client):
     files = client.manifest("eval", "asked", "metrics,trajectories,artifacts,logs,report")
     contents = client.download("eval", "asked", files)
     rows = {f"trajectories/row_{row}_run_{place}.json" for row in range(4) for place in range(2)}
     notes = {f"artifacts/row_1_run_{place}/deep/note.txt" for place in range(2)}
     assert set(contents) == {"metrics.json", "summary.jsonl", "logs.txt", "report.html", *rows, *notes}
-    told = json.loads(contents["trajectories/row_3_run_0.json"])
-    assert told["end"] == "agent_error" and "a tool is broken" in told["message"]
+    answer = json.loads(contents["trajectories/row_3_run_0.json"])
+    assert answer["end"] == "agent_error" and "a tool is broken" in answer["message"]
     assert json.loads(contents["trajectories/row_2_run_1.json"])["messages"][-1]["role"] == "assistant"
     assert contents["logs.txt"].splitlines()[3].endswith(b"ERROR   [step 7] two")
 
@@ -136,7 +136,7 @@ def test_ranges_hold_the_rows_that_they_name(ends):
     assert [row in rows for row in range(40)] == [any(row in each for each in ranges) for row in range(40)]
 
 
-def test_without_a_token_the_file_as_it_is_now_is_meant(client):
+def test_link_without_a_token_serves_the_current_file(client):
     asked = [{"path": "trajectories/row_2_run_0.json"}, {"path": "summary.jsonl"}]
     items = client.ask("POST", "eval-runs/asked/samples/download-urls", {"items": asked})["items"]
     assert [fetch(item["url"])[0] for item in items] == [200, 200]
@@ -254,13 +254,13 @@ def test_bodies_that_are_no_objects_are_refused(client):
     assert (error.status, error.code) == (413, "BODY_TOO_LARGE")
 
 
-def test_unknown_routes_and_methods_are_told_in_the_same_form(client):
+def test_unknown_routes_and_methods_have_error_bodies(client):
     assert (refused(client.ask, "GET", "nothing").status, refused(client.ask, "GET", "nothing").code) == (404, "ROUTE_UNKNOWN")
     assert refused(client.ask, "DELETE", "eval-runs").status == 405
     assert refused(client.ask, "GET", "eval-runs/").status == 404
 
 
-def test_all_that_is_wrong_with_a_submission_is_told_at_once(world, client):
+def test_submission_problems_are_reported_together(world, client):
     before = sorted(world.controller.home.runs.iterdir())
     digest = upload(client, archive(project()))
     error = refused(client.submit, "eval", own_run(digest, eval={"samples": 0, "kk": 1}, run={"name": "no/name"}))
@@ -284,8 +284,8 @@ def test_code_must_be_known_by_its_digest(client):
 @pytest.mark.parametrize("path", ["datasets", "eval-runs", "training-runs", "rollouts", "models/base", "environment-secrets"])
 def test_a_request_names_its_repository_as_the_contract_says(client, path):
     for git, code in ((None, "GIT_SCOPE_HEADER_REQUIRED"), ("no repository", "GIT_SCOPE_HEADER_INVALID")):
-        told = refused(replace(client, git=git).ask, "GET", path)
-        assert (told.status, told.code, told.body["field"]) == (400, code, "x-osmosis-git")
+        answer = refused(replace(client, git=git).ask, "GET", path)
+        assert (answer.status, answer.code, answer.body["field"]) == (400, code, "x-osmosis-git")
     assert replace(client, git=None).ask("GET", "verify")["user"]
     assert refused(client.submit, "eval", {"experiment_config": {}}).code == "REPOSITORY_UNKNOWN"
 

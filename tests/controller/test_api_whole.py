@@ -30,7 +30,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Generator[Served]:
             yield found
 
 
-def test_both_kinds_of_run_are_carried_out_for_the_contracts_client(world):
+def test_contract_client_runs_both_kinds(world):
     client = world.client()
     evaluation = {"experiment_config": EXPERIMENT, "evaluation_config": {"n": 2, "limit": 3}}
     training = {
@@ -66,7 +66,7 @@ def test_both_kinds_of_run_are_carried_out_for_the_contracts_client(world):
     assert json.loads(contents["metrics.json"])["training_run_id"] == trained["id"]
 
 
-def test_a_stopped_evaluation_tells_what_it_had_done(world):
+def test_stopped_evaluation_keeps_its_results(world):
     client = world.client()
     files = project() | {"tasks.jsonl": '{"prompt": "stall", "metadata": {"n": 0}}\n{"prompt": "go", "metadata": {"n": 2}}\n'}
     client.submit("eval", own_run(upload(client, archive(files))) | {"name": "stalled"})
@@ -77,13 +77,13 @@ def test_a_stopped_evaluation_tells_what_it_had_done(world):
     detail = ended(client, "eval", "stalled")
     assert detail["eval_run"]["status"] == "stopped" and detail["results"]["total_runs"] == 2
     assert detail["results"]["sampled_rows"] * detail["config"]["n"] == 4
-    assert len(client.download("eval", "stalled", running)) == 5, "what was told of a running evaluation is still there"
+    assert len(client.download("eval", "stalled", running)) == 5, "files listed during the run are still there"
     with pytest.raises(Refused) as caught:
         client.stop("eval", "stalled")
     assert (caught.value.status, caught.value.code) == (409, "RUN_OVER")
 
 
-def test_a_commit_or_secret_that_is_not_there_refuses_the_submission(world):
+def test_missing_commit_or_secret_refuses_the_submission(world):
     client = world.client()
     with pytest.raises(Refused) as caught:
         client.submit("eval", {"experiment_config": EXPERIMENT | {"commit_sha": "0123abcd"}})

@@ -1,8 +1,8 @@
 import orjson
 import pytest
 
-from penstock.controller.api.curves import TrainingReader
 from penstock.run.folder import RunFolder
+from penstock_controller.api.curves import TrainingReader
 
 REWARD = "rollout/raw_reward"
 
@@ -40,7 +40,7 @@ def test_steps_that_were_read_are_not_read_again(folder):
     assert (after.step, after.reward, after.examples) == (3, 0.3, 6)
 
 
-def test_a_line_that_is_being_written_counts_once_it_is_whole(folder):
+def test_partial_line_is_read_later(folder):
     trainings = TrainingReader()
     add(folder, 1, 0.1)
     with (folder.path / "metrics.jsonl").open("ab", buffering=0) as file:
@@ -51,7 +51,7 @@ def test_a_line_that_is_being_written_counts_once_it_is_whole(folder):
 
 
 @pytest.mark.parametrize("redone", [0, 1, 4])
-def test_steps_that_a_kill_undid_are_forgotten_however_far_the_run_has_come_again(folder, redone):
+def test_steps_undone_by_a_kill_are_forgotten(folder, redone):
     trainings = TrainingReader()
     for step in range(1, 4):
         add(folder, step, 0.1)
@@ -64,7 +64,7 @@ def test_steps_that_a_kill_undid_are_forgotten_however_far_the_run_has_come_agai
     assert trained.examples == 2 + 3 * redone
 
 
-def test_metrics_that_are_gone_or_cut_are_told_as_far_as_they_are_there(folder):
+def test_damaged_metrics_are_read_as_far_as_possible(folder):
     trainings, file = TrainingReader(), folder.path / "metrics.jsonl"
     assert trainings.read(folder.path).metrics() == []
     add(folder, 1, 0.1)
@@ -77,7 +77,7 @@ def test_metrics_that_are_gone_or_cut_are_told_as_far_as_they_are_there(folder):
     assert (trainings.read(folder.path).step, trainings.read(folder.path).steps) == (0, None)
 
 
-def test_the_time_of_a_step_is_the_last_that_the_events_tell(folder):
+def test_step_time_is_that_of_its_last_event(folder):
     trainings = TrainingReader()
     add(folder, 1, 0.1)
     folder.add_evaluation("during-1", 0.5)
@@ -87,5 +87,5 @@ def test_the_time_of_a_step_is_the_last_that_the_events_tell(folder):
         tell(folder, "train.step", time, step=1)
         tell(folder, "eval.end", time + 1, when="during", step=1)
         times.append(trainings.read(folder.path))
-    told = [[metric["data_points"][0]["timestamp"] for metric in trained.metrics()] for trained in times]
-    assert told == [[written, written], [100_000, 101_000], [200_000, 201_000]]
+    answer = [[metric["data_points"][0]["timestamp"] for metric in trained.metrics()] for trained in times]
+    assert answer == [[written, written], [100_000, 101_000], [200_000, 201_000]]

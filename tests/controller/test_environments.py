@@ -1,4 +1,4 @@
-"""A rollout with requirements of its own gets an environment that has them, made once, and fails with a reason where it cannot."""
+"""A rollout with its own requirements gets an environment, built once; a failure has a reason."""
 
 import subprocess
 import sys
@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 from core_cases import files_of, lay_out, messages
 
-from penstock.controller.environments import missing_requirements, prepare_environment, requirements
-from penstock.controller.home import Home
-from penstock.controller.jobs import ExitRecord
-from penstock.controller.monitor import kill_stray_processes
-from penstock.controller.runs import Run, RunFiles
 from penstock.errors import ConfigError
+from penstock_controller.environments import missing_requirements, prepare_environment, requirements
+from penstock_controller.home import Home
+from penstock_controller.monitor import kill_stray_processes
+from penstock_controller.runs import ExitRecord, Run, RunFiles
 
 
 @pytest.fixture
@@ -52,7 +51,7 @@ def test_what_this_interpreter_has_needs_no_environment(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["[project", "[project]\ndependencies = 'x'\n", "[project]\ndependencies = ['==1']\n"])
-def test_a_bad_pyproject_is_told(tmp_path: Path, text: str) -> None:
+def test_bad_pyproject_is_reported(tmp_path: Path, text: str) -> None:
     (tmp_path / "pyproject.toml").write_text(text)
     with pytest.raises(ConfigError, match=r"pyproject\.toml"):
         missing_requirements(tmp_path)
@@ -64,7 +63,7 @@ def no_index(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def carried_out(home: Home, run: Run) -> ExitRecord:
-    command = [sys.executable, "-m", "penstock.controller.monitor", str(files_of(home, run).path)]
+    command = [sys.executable, "-m", "penstock_controller.monitor", str(files_of(home, run).path)]
     subprocess.run(command, input=b"{}", timeout=120, check=True)
     ending = ExitRecord.read(files_of(home, run))
     assert ending is not None
@@ -84,7 +83,7 @@ def test_missing_packages_are_installed_once_beside_those_that_are_here(home: Ho
         assert len(made) == (1 if name == "first" else 0)
 
 
-def test_an_environment_that_a_kill_left_half_made_is_made_again(tmp_path: Path) -> None:
+def test_half_made_environment_is_rebuilt(tmp_path: Path) -> None:
     folder, said, commands = project(tmp_path / "p", "nosuchthing"), list[str](), list[list[str]]()
 
     def run(command: list[str], filled: Path) -> int:
@@ -104,7 +103,7 @@ def test_an_environment_that_a_kill_left_half_made_is_made_again(tmp_path: Path)
 
 
 @pytest.mark.usefixtures("no_index")
-def test_a_package_that_cannot_be_had_fails_the_run_with_the_reason(home: Home, tmp_path: Path) -> None:
+def test_missing_package_fails_the_run_with_a_reason(home: Home, tmp_path: Path) -> None:
     folder = project(tmp_path / "p", "nosuchthing==1")
     run = lay_out(home, "print('never')", project=str(folder), environments=str(home.environments))
     ending = carried_out(home, run)

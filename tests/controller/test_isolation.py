@@ -15,13 +15,12 @@ from api_cases import ENGINE_FOLDER, archive, carry_out, ended, let_in, own_run,
 from api_client import Refused, fetch
 from core_cases import SUBMISSION, files_of, lay_out, messages
 
-from penstock.controller.api.results import open_pool
-from penstock.controller.home import KEY_FILES, Home
-from penstock.controller.identity import Identity
-from penstock.controller.isolation import choose_isolation, describe_isolation, is_checkpoint
-from penstock.controller.jobs import ExitRecord
-from penstock.controller.runs import Run, RunFiles, RunStatus, now
 from penstock.system.sandbox import Sandbox
+from penstock_controller.api.results import open_pool
+from penstock_controller.home import KEY_FILES, Home
+from penstock_controller.identity import Identity
+from penstock_controller.isolation import choose_isolation, describe_isolation, is_checkpoint
+from penstock_controller.runs import ExitRecord, Run, RunFiles, RunStatus, now
 
 SANDBOX = choose_isolation("auto")
 isolated = pytest.mark.skipif(not SANDBOX.isolates, reason=SANDBOX.reason)
@@ -74,7 +73,7 @@ def uncover():
     script = f"umount -l {{home}}; cat {{home}}/token; mkdir -p x; mount --rbind / x && umount -l x{{home}}; cat x{{home}}/token"
     return subprocess.run(["unshare", "-Urm", "sh", "-c", script], capture_output=True).stdout
 tell("uncovered", uncover)
-for name in ("token", "planted"):  # in the sandbox these are files of its own, which go with it
+for name in ("token", "planted"):  # in the sandbox these are separate files, which go with it
     write(home / name)
 for path in [Path(name) for name in os.environ.get("UNWRITABLE", "").split(":") if name]:
     try:
@@ -101,7 +100,7 @@ def home(tmp_path: Path) -> Generator[Home]:
 
 def monitored(home: Home, run: Run, **variables: str) -> list[str]:
     """The run's log, after a monitor has executed it whose own environment and memory hold MARK."""
-    command = [sys.executable, "-m", "penstock.controller.monitor", str(files_of(home, run).path)]
+    command = [sys.executable, "-m", "penstock_controller.monitor", str(files_of(home, run).path)]
     env = os.environ | {"PENSTOCK_CONTROLLER_TOKEN": MARK} | variables
     subprocess.run(command, input=json.dumps({"KEY": "named"}).encode(), env=env, timeout=120, check=True)
     return messages(home, run)
@@ -121,7 +120,7 @@ def test_nothing_of_the_controllers_is_readable_to_a_run(home: Home, tmp_path: P
 
 
 @isolated
-def test_another_persons_run_sees_an_empty_home_and_changes_nothing_of_the_machine(home: Home, tmp_path: Path) -> None:
+def test_run_of_another_person_is_isolated(home: Home, tmp_path: Path) -> None:
     user, package = tmp_path / "user", Path(sys.prefix) / "planted.py"
     user.mkdir()
     (user / "credentials").write_text(MARK)
@@ -137,7 +136,7 @@ def test_another_persons_run_sees_an_empty_home_and_changes_nothing_of_the_machi
 
 @isolated
 @pytest.mark.parametrize("trusted", [True, False])
-def test_a_run_reads_its_tasks_and_first_weights_and_cannot_change_them(home: Home, tmp_path: Path, trusted: bool) -> None:
+def test_run_cannot_change_its_inputs(home: Home, tmp_path: Path, trusted: bool) -> None:
     """Both are others': tasks are links to the controller's own files, weights those of another run."""
     weights = home.runs / "earlier" / "out" / "run" / "checkpoints" / "3" / "model"
     weights.parent.mkdir(parents=True)
@@ -175,7 +174,7 @@ def test_the_owners_run_sees_what_the_owners_programs_see(home: Home, tmp_path: 
 
 @isolated
 @pytest.mark.parametrize(("script", "code"), [("raise SystemExit(3)", 3), ("import os; os.kill(os.getpid(), 9)", -9), ("", 0)])
-def test_how_a_run_ended_is_told_through_the_sandbox(home: Home, script: str, code: int) -> None:
+def test_exit_is_reported_through_the_sandbox(home: Home, script: str, code: int) -> None:
     run = lay_out(home, script, sandbox="bubblewrap", trusted=False)
     monitored(home, run)
     ending = ExitRecord.read(files_of(home, run))
@@ -187,12 +186,12 @@ def test_without_a_sandbox_it_is_said_plainly(home: Home) -> None:
     log = monitored(home, run)
     assert "ran" in log
     assert [line for line in log if "whoever may submit is trusted like the owner" in line]
-    told = describe_isolation(Sandbox(name="off", reason="bubblewrap: it is for Linux only"))
-    assert "it is for Linux only" in told and "token, keys and secrets" in told
+    answer = describe_isolation(Sandbox(name="off", reason="bubblewrap: it is for Linux only"))
+    assert "it is for Linux only" in answer and "token, keys and secrets" in answer
     assert "in a sandbox (bubblewrap)" in describe_isolation(Sandbox(name="bubblewrap"))
 
 
-def test_only_a_checkpoint_of_a_run_is_shown_to_another_run(tmp_path: Path) -> None:
+def test_another_run_sees_only_the_checkpoint(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     real, code = runs / "a" / "out" / "run" / "checkpoints" / "3", runs / "a" / "code"
     for folder in (real, code):
@@ -233,7 +232,7 @@ def test_links_that_a_run_leaves_lead_nowhere(tmp_path: Path, monkeypatch: pytes
         assert set(contents) == {"metrics.json", "logs.txt"} and MARK not in str(contents)
 
 
-def test_a_pool_of_the_runs_own_choice_is_not_loaded_by_the_controller(tmp_path: Path) -> None:
+def test_controller_loads_no_pool_code_of_a_run(tmp_path: Path) -> None:
     files = RunFiles(tmp_path / "run")
     run = Run(id="run", name="r", kind="eval", status=RunStatus.RUNNING, submission=SUBMISSION, created_at=now())
     files.results(run).mkdir(parents=True)
@@ -285,15 +284,15 @@ def test_a_devices_submission_is_checked_and_executed_in_the_sandbox(
         assert detail["eval_run"]["status"] == "finished" and detail["results"]["passed"] == 4, log
         assert "LEAK" not in str(log) and world.controller.home.token() not in str(log)
         body = own_run(upload(device, archive(files))) | {"secrets": {"required": ["WORD"]}}
-        with pytest.raises(Refused, match=r"Secret\(s\) not found: WORD"):
+        with pytest.raises(Refused, match="WORD"):
             device.submit("eval", body)
 
 
 @isolated
-def test_a_model_that_another_persons_run_would_have_to_pull_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_pull_for_another_person_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
     with served(tmp_path / "home") as world:
         device = world.client(let_in(world, "laptop")["token"])
         body = own_run(upload(device, archive(project())), model={"name": "smollm2-135m"}, engine={"name": "embedded"})
-        with pytest.raises(Refused, match="there its owner can run: penstock model pull smollm2-135m"):
+        with pytest.raises(Refused, match="smollm2-135m"):
             device.submit("eval", body)

@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 from core_cases import COUNTS, WAITS, files_of, is_gone, is_ready, lay_out, ledger, messages, until
 
-from penstock.controller.home import Home
-from penstock.controller.jobs import ExitRecord, process_environment
-from penstock.controller.monitor import hold_run_lock, kill_stray_processes, monitor_pid
-from penstock.controller.runlog import MAX_LINE_CHARS, LineDecoder, RunLog, SecretRedactor
-from penstock.controller.runs import Run, RunFiles
+from penstock_controller.home import Home
+from penstock_controller.monitor import hold_run_lock, kill_stray_processes, monitor_pid
+from penstock_controller.runlog import MAX_LINE_CHARS, LineDecoder, RunLog, SecretRedactor
+from penstock_controller.runs import ExitRecord, Run, RunFiles, process_environment
 
 STRAY = """
 import subprocess
@@ -25,7 +24,7 @@ sleeper = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(300)'
 open('stray', 'w').write(str(sleeper.pid))
 open('pid', 'w').write(str(os.getpid()))
 """
-TELLS = """
+PRINTS = """
 import os, json, base64, urllib.parse
 key = os.environ['API_KEY']
 print(key, repr(key), json.dumps(key), urllib.parse.quote(key, safe=''))
@@ -45,7 +44,7 @@ def home(tmp_path: Path) -> Generator[Home]:
 
 @contextmanager
 def kept(home: Home, run: Run, secrets: dict[str, str] | None = None) -> "Generator[subprocess.Popen[bytes]]":
-    command = [sys.executable, "-m", "penstock.controller.monitor", str(files_of(home, run).path)]
+    command = [sys.executable, "-m", "penstock_controller.monitor", str(files_of(home, run).path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as process:
         assert process.stdin
         process.stdin.write(json.dumps(secrets or {}).encode())
@@ -66,7 +65,7 @@ def keep(home: Home, script: str, secrets: dict[str, str] | None = None, **job: 
     return run, ending
 
 
-def test_a_run_is_logged_line_by_line_and_its_end_noted(home: Home) -> None:
+def test_log_has_every_line_and_the_end(home: Home) -> None:
     run, ending = keep(home, COUNTS)
     assert (ending.code, ending.stopped, ending.message) == (0, False, "")
     assert messages(home, run) == [
@@ -74,14 +73,14 @@ def test_a_run_is_logged_line_by_line_and_its_end_noted(home: Home) -> None:
     ]  # fmt: skip
 
 
-def test_the_last_line_that_tells_of_an_error_is_the_reason_of_a_failure(home: Home) -> None:
+def test_failure_reason_is_the_last_error_line(home: Home) -> None:
     _, ending = keep(home, "import sys\nprint('penstock: the file is bad', file=sys.stderr)\nprint('bye')\nsys.exit(2)")
     assert (ending.code, ending.message) == (2, "penstock: the file is bad")
     _, ending = keep(home, "import os\nos.kill(os.getpid(), 9)", name="killed")
     assert ending.message == "its process was killed by SIGKILL, by the user or for want of memory"
 
 
-def test_a_second_monitor_leaves_while_the_first_one_holds_the_run_and_after_it_is_over(home: Home) -> None:
+def test_second_monitor_exits(home: Home) -> None:
     run = lay_out(home, WAITS)
     with kept(home, run) as first:
         until(is_ready(home, run))
@@ -96,7 +95,7 @@ def test_a_second_monitor_leaves_while_the_first_one_holds_the_run_and_after_it_
     assert ledger(home, run) == ["begin", "asked"]
 
 
-def test_of_monitors_that_start_at_once_one_carries_out_the_run(home: Home) -> None:
+def test_one_of_several_monitors_executes_the_run(home: Home) -> None:
     run = lay_out(home, COUNTS)
     with kept(home, run) as one, kept(home, run) as two, kept(home, run) as three, kept(home, run) as four:
         assert [process.wait(60) for process in (one, two, three, four)] == [0] * 4
@@ -104,14 +103,14 @@ def test_of_monitors_that_start_at_once_one_carries_out_the_run(home: Home) -> N
     assert messages(home, run)[0] == "the run begins" and len(messages(home, run)) == 24
 
 
-def test_a_monitor_that_was_not_told_all_secrets_leaves(home: Home) -> None:
+def test_monitor_without_all_secrets_exits(home: Home) -> None:
     run = lay_out(home, COUNTS)
-    command = [sys.executable, "-m", "penstock.controller.monitor", str(files_of(home, run).path)]
+    command = [sys.executable, "-m", "penstock_controller.monitor", str(files_of(home, run).path)]
     assert subprocess.run(command, input=b'{"KEY": "cut o', timeout=30, check=False).returncode == 0
     assert not files_of(home, run).end.exists() and not files_of(home, run).log.exists()
 
 
-def test_a_run_that_is_asked_to_stop_ends_safely_and_one_that_will_not_is_killed(home: Home) -> None:
+def test_stop_ends_a_run_safely_or_kills_it(home: Home) -> None:
     for name, script, code in (("safe", WAITS, 130), ("deaf", WAITS.replace("(note('asked'), sys.exit(130))", "None"), -9)):
         run = lay_out(home, script, name, stop_grace_s=0.5)
         with kept(home, run) as process:
@@ -123,7 +122,7 @@ def test_a_run_that_is_asked_to_stop_ends_safely_and_one_that_will_not_is_killed
         assert ending and (ending.code, ending.stopped) == (code, True)
 
 
-def test_a_monitor_that_others_end_leaves_its_run_to_be_taken_up_again(home: Home) -> None:
+def test_run_of_a_terminated_monitor_can_resume(home: Home) -> None:
     run = lay_out(home, WAITS)
     with kept(home, run) as process:
         until(is_ready(home, run))
@@ -133,7 +132,7 @@ def test_a_monitor_that_others_end_leaves_its_run_to_be_taken_up_again(home: Hom
     assert messages(home, run)[-1].endswith("the run is taken up again by a controller")
 
 
-def test_the_run_dies_with_its_monitor_and_strays_are_ended_by_the_next(home: Home) -> None:
+def test_run_dies_with_monitor_and_strays_are_killed(home: Home) -> None:
     run = lay_out(home, WAITS.replace("print('ready'", STRAY + "print('ready'"))
     code = files_of(home, run).code
     with kept(home, run) as process:
@@ -160,9 +159,9 @@ def test_a_run_whose_folder_is_removed_is_ended(home: Home) -> None:
         assert is_gone(pid)
 
 
-def test_secrets_reach_the_run_and_are_struck_from_its_log_in_every_common_form(home: Home) -> None:
+def test_secrets_reach_the_run_but_not_its_log(home: Home) -> None:
     secrets = {"API_KEY": 'pass"word/ä 1', "PEM": "-----BEGIN\nline-of-a-key-1\nline-of-a-key-2\n"}
-    run, ending = keep(home, TELLS, secrets)
+    run, ending = keep(home, PRINTS, secrets)
     log = files_of(home, run).log.read_text()
     for form in ("pass", "word", "cGFzcyJ3b3Jk", "line-of-a-key"):
         assert form not in log
@@ -178,7 +177,7 @@ def test_a_run_sees_a_short_list_of_variables() -> None:
     assert found == kept | {"MODE": "fast", "KEY": "v", "PYTHONUNBUFFERED": "1", "PENSTOCK_SECRETS": "KEY"}
 
 
-def test_lines_are_cut_cleaned_and_of_progress_the_last_state_is_kept() -> None:
+def test_log_lines_are_cut_and_cleaned() -> None:
     lines = LineDecoder(SecretRedactor(["topsecret"]))
     assert list(lines.feed(b"10%\r20%\r30%\r\n\x1b[31mred\x1b[0m top")) == ["30%"]
     assert list(lines.feed(b"secret\n" + b"x" * 400_000)) == [
@@ -195,7 +194,7 @@ def test_lines_are_cut_cleaned_and_of_progress_the_last_state_is_kept() -> None:
     assert cut.startswith("a" * (MAX_LINE_CHARS - 3) + "[re")
 
 
-def test_a_log_is_mended_bounded_and_says_so(tmp_path: Path) -> None:
+def test_log_is_repaired_and_bounded_with_a_note(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     path.write_bytes(b'{"message": "whole"}\n{"message": "to' + b"o" * 100_000)
     log = RunLog(path, 0.001)
@@ -217,7 +216,7 @@ def test_a_full_disk_costs_lines_and_not_the_run(home: Home) -> None:
     assert ending and ending.code == 0 and ledger(home, run) == ["begin", "end"]
 
 
-def test_a_lock_tells_who_holds_it(home: Home) -> None:
+def test_lock_names_its_holder(home: Home) -> None:
     files = files_of(home, lay_out(home, COUNTS))
     assert monitor_pid(files) is None
     with hold_run_lock(files) as held:

@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 from core_cases import COUNTS, DEADLINE_S, files_of, lay_out, lay_out_real, ledger, messages, until
 
-from penstock.controller.database import ControllerDatabase
-from penstock.controller.home import Home
-from penstock.controller.jobs import ExitRecord
-from penstock.controller.monitor import kill_stray_processes
-from penstock.controller.runs import Run, RunFiles, RunQueue
+from penstock_controller.database import ControllerDatabase
+from penstock_controller.home import Home
+from penstock_controller.monitor import kill_stray_processes
+from penstock_controller.runs import ExitRecord, Run, RunFiles, RunQueue
 
 KILLS = 5
 
@@ -43,7 +42,7 @@ def started(home: Home, runs: list[Run]) -> int:
 
 
 @pytest.mark.slow
-def test_ten_runs_survive_five_kills_of_their_controller_each_carried_out_once(home: Home) -> None:
+def test_ten_runs_survive_five_kills_of_the_controller(home: Home) -> None:
     real = [lay_out_real(home, "measure", "eval"), lay_out_real(home, "learn", "train")]
     small = [lay_out(home, COUNTS, f"small-{n}") for n in range(8)]
     runs, chance = [*small[:3], *real, *small[3:]], random.Random(7)

@@ -5,9 +5,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from penstock.controller.database import ControllerDatabase
-from penstock.controller.repositories import Repositories
 from penstock.errors import ControllerError
+from penstock_controller.database import ControllerDatabase
+from penstock_controller.repositories import Repositories
 
 
 @contextmanager
@@ -49,7 +49,7 @@ def test_rollouts_are_those_of_the_commit_not_of_the_folder(tmp_path):
         assert (found.names, found.commit_sha) == (["chess", "sums"], sha) and found.committed_at
 
 
-def test_a_branch_has_rollouts_of_its_own(tmp_path):
+def test_branch_has_separate_rollouts(tmp_path):
     repository(tmp_path / "r", "sums")
     git(tmp_path / "r", "checkout", "-q", "-b", "feature/x")
     sha = commit(tmp_path / "r", "more")
@@ -60,12 +60,12 @@ def test_a_branch_has_rollouts_of_its_own(tmp_path):
         found = repositories.rollouts("a/b", branch="feature/x")
         assert (found.names, found.commit_sha) == (["more", "sums"], sha)
         for unknown in ("none", "--output=x", "main:rollouts", "main^", "", "../main"):
-            with pytest.raises(ControllerError, match="no branch") as refused:
+            with pytest.raises(ControllerError, match="branch") as refused:
                 repositories.rollouts("a/b", branch=unknown)
             assert refused.value.status == 404
 
 
-def test_a_bare_repository_one_without_a_commit_and_a_plain_workspace_will_do(tmp_path):
+def test_bare_empty_and_plain_folders_can_be_registered(tmp_path):
     repository(tmp_path / "r", "sums")
     git(tmp_path, "clone", "-q", "--bare", "r", "bare.git")
     (tmp_path / "empty").mkdir()
@@ -82,18 +82,18 @@ def test_a_bare_repository_one_without_a_commit_and_a_plain_workspace_will_do(tm
         assert [each.name for each in repositories.page()[0]] == ["a/w", "a/empty", "a/bare"]
 
 
-def test_a_name_can_be_moved_and_one_that_nothing_stands_behind_says_what_to_do(tmp_path):
+def test_registered_name_can_move_and_unknown_has_a_remedy(tmp_path):
     repository(tmp_path / "one", "a")
     repository(tmp_path / "two", "b")
     with opened(tmp_path) as repositories:
-        with pytest.raises(ControllerError, match="penstock controller register") as unknown:
+        with pytest.raises(ControllerError, match="register") as unknown:
             repositories.get("a/b")
         assert (unknown.value.status, unknown.value.code) == (404, "REPOSITORY_UNKNOWN")
         repositories.register("a/b", tmp_path / "one")
         repositories.register("a/b", tmp_path / "two")
         assert repositories.get("A/B") == tmp_path / "two" and repositories.page()[1] == 1
         (tmp_path / "two").rename(tmp_path / "three")
-        with pytest.raises(ControllerError, match="which is gone"):
+        with pytest.raises(ControllerError, match="gone"):
             repositories.get("a/b")
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from core_cases import SUBMISSION
 
-from penstock.controller.database import ControllerDatabase
-from penstock.controller.runs import Run, RunFiles, RunQueue, RunStatus, new_id, now
 from penstock.errors import ControllerError
+from penstock_controller.database import ControllerDatabase
+from penstock_controller.runs import Run, RunFiles, RunQueue, RunStatus, new_id, now
 
 
 @pytest.fixture
@@ -28,13 +28,13 @@ def add(runs: RunQueue, name: str = "one") -> Run:
     return runs.add("eval", new_id(), name, SUBMISSION)
 
 
-def test_a_run_comes_back_as_it_was_submitted_by_id_and_by_name(runs: RunQueue) -> None:
+def test_run_is_found_by_id_and_by_name(runs: RunQueue) -> None:
     run = add(runs)
     assert runs.get("eval", run.id) == runs.get("eval", "one") == run
     assert (run.status, run.submission, run.launches) == (RunStatus.PENDING, SUBMISSION, 0)
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", now())
     for wrong in (lambda: runs.get("train", run.id), lambda: runs.get("eval", "two")):
-        with pytest.raises(ControllerError, match="see: penstock") as unknown:
+        with pytest.raises(ControllerError, match="penstock") as unknown:
             wrong()
         assert unknown.value.status == 404
 
@@ -57,7 +57,7 @@ def test_the_first_word_about_an_end_stands(runs: RunQueue) -> None:
     assert (ended.status, ended.message, ended.ended_at, ended.launches) == (RunStatus.FINISHED, "", "then", 2)
 
 
-def test_a_run_that_waits_is_stopped_at_once_and_one_that_runs_is_asked(runs: RunQueue) -> None:
+def test_pending_run_stops_now_and_active_run_is_asked(runs: RunQueue) -> None:
     waiting, running = add(runs, "waiting"), add(runs, "running")
     runs.launch(running.id)
     assert runs.request_stop(waiting.id) and runs.request_stop(running.id)
@@ -73,9 +73,7 @@ def test_the_queue_is_oldest_first_and_pages_are_newest_first(runs: RunQueue) ->
     assert runs.page("train", limit=2, offset=0) == ([], 0)
 
 
-def test_what_is_queued_is_there_for_the_next_process_and_a_broken_transaction_is_not(
-    database: ControllerDatabase, runs: RunQueue, tmp_path: Path
-) -> None:
+def test_queue_is_durable_and_transactional(database: ControllerDatabase, runs: RunQueue, tmp_path: Path) -> None:
     add(runs)
     with pytest.raises(ZeroDivisionError), database.transaction():
         add(runs, "two")
@@ -85,9 +83,9 @@ def test_what_is_queued_is_there_for_the_next_process_and_a_broken_transaction_i
     other.close()
 
 
-def test_a_database_that_cannot_be_used_is_told_with_a_remedy(tmp_path: Path) -> None:
+def test_unusable_database_has_a_remedy(tmp_path: Path) -> None:
     (tmp_path / "controller.db").write_bytes(b"no database at all" * 100)
-    with pytest.raises(ControllerError, match=r"cannot be used.*set PENSTOCK_HOME") as failed:
+    with pytest.raises(ControllerError, match="PENSTOCK_HOME") as failed:
         ControllerDatabase(tmp_path / "controller.db")
     assert (failed.value.code, failed.value.status) == ("STORE_FAILED", 503)
 

@@ -24,13 +24,13 @@ from core_cases import (
     until_async,
 )
 
-from penstock.controller.context import Controller, ControllerLimits, open_controller
-from penstock.controller.database import ControllerDatabase
-from penstock.controller.home import Home
-from penstock.controller.identity import THE_OWNER
-from penstock.controller.monitor import kill_stray_processes
-from penstock.controller.runs import Run, RunFiles, RunQueue, RunStatus
 from penstock.errors import ControllerError
+from penstock_controller.context import Controller, ControllerLimits, open_controller
+from penstock_controller.database import ControllerDatabase
+from penstock_controller.home import Home
+from penstock_controller.identity import THE_OWNER
+from penstock_controller.monitor import kill_stray_processes
+from penstock_controller.runs import Run, RunFiles, RunQueue, RunStatus
 
 ONCE = """
 import os, time
@@ -59,7 +59,7 @@ async def over(controller: Controller, *runs: Run) -> list[Run]:
     return [controller.runs.get(run.kind, run.id) for run in runs]
 
 
-def test_runs_are_carried_out_oldest_first_and_as_many_at_once_as_may(home: Home) -> None:
+def test_queue_runs_oldest_first_up_to_the_limit(home: Home) -> None:
     order = "import pathlib\nwith open('../../order', 'a') as file: file.write('{0} ')\n"
     runs = [lay_out(home, order.format(n), f"run-{n}") for n in range(4)]
 
@@ -73,7 +73,7 @@ def test_runs_are_carried_out_oldest_first_and_as_many_at_once_as_may(home: Home
     assert (home.runs / "order").read_text() == "0 1 2 3 "
 
 
-def test_how_runs_end_is_told_with_a_reason(home: Home) -> None:
+def test_ends_of_runs_have_reasons(home: Home) -> None:
     bad = lay_out(home, "raise ValueError('no such thing')", "bad")
     halted = lay_out(home, "import sys; sys.exit(130)", "halted")
 
@@ -85,7 +85,7 @@ def test_how_runs_end_is_told_with_a_reason(home: Home) -> None:
     asyncio.run(work())
 
 
-def test_a_run_goes_on_without_its_controller_and_is_found_by_the_next(home: Home) -> None:
+def test_run_outlives_its_controller(home: Home) -> None:
     run, quick = lay_out(home, WAITS), lay_out(home, COUNTS, "quick")
 
     async def first() -> int:
@@ -110,8 +110,8 @@ def test_a_monitor_of_an_older_version_is_found_and_stopped(home: Home) -> None:
     run = lay_out(home, WAITS)
     with closing(ControllerDatabase(home.database)) as database:
         assert RunQueue(database).launch(run.id)
-    code = "from penstock.controller.monitor import main; main()"
-    command = [sys.executable, "-c", code, str(files_of(home, run).path), "penstock.controller.keeper"]
+    code = "from penstock_controller.monitor import main; main()"
+    command = [sys.executable, "-c", code, str(files_of(home, run).path), "penstock_controller.keeper"]
 
     async def work() -> None:
         async with open_controller(home, ControllerLimits()) as controller:
@@ -128,7 +128,7 @@ def test_a_monitor_of_an_older_version_is_found_and_stopped(home: Home) -> None:
     assert ledger(home, run) == ["begin", "asked"]
 
 
-def test_a_run_whose_monitor_is_killed_is_started_again_and_one_that_is_always_lost_fails(home: Home) -> None:
+def test_run_restarts_after_monitor_is_killed_until_it_fails(home: Home) -> None:
     once, always = lay_out(home, ONCE, "once"), lay_out(home, "import os; os.kill(os.getppid(), 9)", "always")
 
     async def work() -> None:
@@ -143,7 +143,7 @@ def test_a_run_whose_monitor_is_killed_is_started_again_and_one_that_is_always_l
     assert [line for line in messages(home, once) if line == "done"] == ["done"]
 
 
-def test_a_run_that_waits_is_stopped_at_once_and_one_that_is_over_not_at_all(home: Home) -> None:
+def test_pending_run_stops_now_and_finished_run_does_not(home: Home) -> None:
     first, second = lay_out(home, WAITS, "first"), lay_out(home, COUNTS, "second")
 
     async def work() -> None:
@@ -162,7 +162,7 @@ def test_a_run_that_waits_is_stopped_at_once_and_one_that_is_over_not_at_all(hom
     assert not files_of(home, second).log.exists()
 
 
-def test_a_run_whose_secret_is_gone_or_whose_files_are_fails_alone(home: Home) -> None:
+def test_run_with_missing_secret_or_files_fails_alone(home: Home) -> None:
     lost = lay_out(home, COUNTS, "lost", secrets={"GONE": ""})
     broken, good = lay_out(home, COUNTS, "broken"), lay_out(home, COUNTS, "good")
     files_of(home, broken).job.write_text("{")
@@ -193,7 +193,7 @@ def test_secrets_of_the_vault_reach_the_run_and_no_file(home: Home) -> None:
         assert not file.is_file() or file.suffix == ".py" or b"sesame-open" not in file.read_bytes(), file
 
 
-def test_one_controller_serves_a_folder_and_what_a_killed_one_took_in_is_swept(home: Home) -> None:
+def test_second_controller_is_refused_and_leftovers_are_removed(home: Home) -> None:
     half, whole = home.create().runs / "half", lay_out(home, COUNTS)
     (half / "code").mkdir(parents=True)
 

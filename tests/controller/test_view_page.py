@@ -7,9 +7,9 @@ import aiohttp
 from served_controller import add_training
 from view_cases import make_run
 
-from penstock.controller.api.app import serve_controller
-from penstock.controller.context import ControllerLimits, open_controller
-from penstock.controller.home import Home
+from penstock_controller.api.app import serve_controller
+from penstock_controller.context import ControllerLimits, open_controller
+from penstock_controller.home import Home
 
 
 async def asked(home: Path, *paths: str) -> dict[str, tuple[int, object]]:
@@ -42,7 +42,7 @@ def test_the_page_is_open_and_its_data_needs_a_token(tmp_path):
     assert found["api/rollout?run=RUN&rollout=train-0.1.1"][1]["reward"] == 1.0
 
 
-def test_a_run_whose_code_put_a_link_in_place_of_a_file_is_not_shown(tmp_path):
+def test_link_in_place_of_a_file_is_not_followed(tmp_path):
     found = asyncio.run(asked(tmp_path, "linked", "api/run?run=RUN", "api/runs"))
     assert found["api/run?run=RUN"][0] == 404 and found["api/runs"][1]["runs"] == []
     assert "links in place of files" in found["api/runs"][1]["unreadable"][0]

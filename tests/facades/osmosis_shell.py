@@ -26,7 +26,7 @@ class Ran(NamedTuple):
     err: str
 
     @property
-    def told(self) -> dict[str, Any]:
+    def reported(self) -> dict[str, Any]:
         """The one JSON object on stdout."""
         (line,) = self.out.splitlines()
         assert self.code in (0, 1), self
@@ -83,11 +83,11 @@ def make_workspace(folder: Path) -> Path:
 
 @contextmanager
 def serving(home: Path) -> Generator[dict[str, str]]:
-    """A controller in a process of its own; yields the environment that leads commands to it. No run of it may be left."""
+    """Starts a controller in another process; yields the environment that leads commands to it."""
     command = [
         sys.executable,
         "-c",
-        "from penstock.cli import main; main()",
+        "from penstock.cli.app import main; main()",
         "controller",
         "up",
         "--home",

@@ -16,7 +16,7 @@ from penstock.errors import ConfigError
 DEADLINE_S = 120
 
 
-def test_the_documented_flags_are_a_gateway_over_vllm_servers():
+def test_documented_flags_are_a_gateway_over_vllm_servers():
     flags = "--data-pool-name data_pool --vllm-addresses host1:8001,http://host2:8001 --tokenizer-path Qwen/Qwen3-4B"
     made, notices = convert([*flags.split(), "--prompt-length", "4096", "--response-length", "1024", "--ray-address", "auto"])
     assert made == [
@@ -27,12 +27,12 @@ def test_the_documented_flags_are_a_gateway_over_vllm_servers():
     assert len(notices) == 2 and "--prompt-length 4096" in notices[0] and "--ray-address" in notices[1]
 
 
-def test_on_another_interface_every_call_needs_a_token_and_that_is_said():
+def test_other_interface_needs_a_token():
     made, (notice,) = convert(["--tokenizer-path", "tiny", "--host", "0.0.0.0"])
     assert "--open" not in made and "needs a token on 0.0.0.0" in notice
 
 
-def test_a_path_names_the_folder_of_the_pool_itself():
+def test_path_names_the_folder_of_the_pool_itself():
     made, _ = convert(["--tokenizer-path", "tiny", "--data-pool-name", "./here"])
     assert made[1:3] == ["--folder", "here"]
 
@@ -46,7 +46,7 @@ def test_a_path_names_the_folder_of_the_pool_itself():
         ("--tokenizer-path tiny --port many", "invalid int value"),
     ],
 )
-def test_a_flag_that_cannot_be_kept_is_one_line_and_exit_code_2(capsys, flags, words):
+def test_bad_flag_exits_with_2(capsys, flags, words):
     with pytest.raises(ConfigError, match=words):
         convert(flags.split())
     assert main(flags.split()) == 2
@@ -55,7 +55,7 @@ def test_a_flag_that_cannot_be_kept_is_one_line_and_exit_code_2(capsys, flags, w
 
 
 @pytest.mark.slow
-def test_it_serves_without_ray_and_without_tokens_and_keeps_what_it_recorded(tmp_path):
+def test_gateway_serves_without_ray_and_tokens(tmp_path):
     flags = ["--data-pool-name", "pool", "--tokenizer-path", "tiny", "--response-length", "16", "--port", "0"]
     command = [sys.executable, "-m", "claw_r1.gateway.gateway", *flags]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}

@@ -5,10 +5,8 @@ from pathlib import Path
 import pytest
 
 from claw_r1.async_main import main, run_config
-from claw_r1.convert import convert
-from claw_r1.keys import ACTOR, ALIASES, COMBINED_KEYS, FLOW, MAPPED_KEYS, ROLLOUT
-from claw_r1.other_keys import FIXED_KEYS, IGNORED_KEYS
-from claw_r1.overrides import read_overrides
+from claw_r1.convert import convert, read_overrides
+from claw_r1.keys import ACTOR, ALIASES, COMBINED_KEYS, FIXED_KEYS, FLOW, IGNORED_KEYS, MAPPED_KEYS, ROLLOUT
 from penstock.config import RunConfig, load_config
 from penstock.errors import ConfigError
 
@@ -45,7 +43,7 @@ def refused(*arguments: str) -> str:
     return str(caught.value)
 
 
-def test_the_references_own_command_line_is_a_run():
+def test_references_own_command_line_is_a_run():
     converted = convert(read_overrides(REFERENCE))
     made = run_config(converted)
     assert (made.model.name, made.rollout.group_size, made.rollout.groups_per_step) == ("hf:Qwen/Qwen2.5-3B-Instruct", 5, 128)
@@ -58,7 +56,7 @@ def test_the_references_own_command_line_is_a_run():
     assert "trainer.nnodes" in said and f"{ROLLOUT}.name" in said and "trainer.test_freq" not in said
 
 
-def test_the_packaged_flows_are_found_from_any_folder(tmp_path, monkeypatch):
+def test_packaged_flows_are_found_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = "claw_r1/blackbox_agent/agent_flow_config.yaml"
     assert Path(settings(f"agent_flow_config_path={path}")["agent.flows"]).is_file()
@@ -93,7 +91,7 @@ def test_both_documented_spellings_of_a_key_are_one(alias, key):
         ("hf:ORG/NAME@main", "hf:ORG/NAME@main"),
     ],
 )
-def test_a_value_is_read_as_hydra_reads_it(text, value):
+def test_value_is_read_as_hydra_reads_it(text, value):
     assert read_overrides([f"+trainer.logger={text}"]) == {"trainer.logger": value}
 
 
@@ -108,12 +106,12 @@ def test_a_value_is_read_as_hydra_reads_it(text, value):
         ("trainer.default_local_dir=${trainer.project_name}", "write the value itself"),
     ],
 )
-def test_an_argument_that_is_no_key_and_value_is_refused_with_the_remedy(argument, words):
+def test_argument_without_value_is_refused(argument, words):
     assert words in refused(argument)
 
 
 @pytest.mark.parametrize("key", [*MAPPED_KEYS, *(key for key in COMBINED_KEYS if "resume" not in key and "clip" not in key)])
-def test_every_key_that_is_said_to_set_something_names_a_setting_that_there_is(key):
+def test_every_key_names_an_existing_setting(key):
     ours = (MAPPED_KEYS[key].ours if key in MAPPED_KEYS else COMBINED_KEYS[key][0]).split(", ")
     for each in ours:
         section, name = each.split(".")
@@ -140,23 +138,23 @@ def test_every_key_that_is_said_to_set_something_names_a_setting_that_there_is(k
         ("penstock.train.lr=1e-3", "train.lr", 1e-3),
     ],
 )
-def test_a_key_sets_what_it_means_here(given, ours, value):
+def test_key_sets_what_it_means_here(given, ours, value):
     assert settings(given)[ours] == value
 
 
 @pytest.mark.parametrize(("steps", "share", "versions"), [(1, 0, 0), (1, 0.1, 1), (4, 0.1, 4), (4, 0, 3), (2, 1, 3)])
-def test_the_staleness_that_the_two_keys_allow_becomes_a_bound(steps, share, versions):
+def test_staleness_that_the_two_keys_allow_becomes_a_bound(steps, share, versions):
     given = (f"async_training.trigger_parameter_sync_step={steps}", f"async_training.staleness_threshold={share}")
     assert settings(*given)["rollout.max_staleness"] == versions
 
 
-def test_synchronous_training_has_no_staleness_and_takes_no_key_for_it():
+def test_synchronous_training_takes_no_staleness_key():
     assert convert({}, is_async=False).settings["rollout.max_staleness"] == 0
-    with pytest.raises(ConfigError, match="main_agent_ppo is synchronous"):
+    with pytest.raises(ConfigError, match="main_agent_ppo"):
         convert({"async_training.staleness_threshold": 0.5}, is_async=False)
 
 
-def test_one_clip_is_both_unless_the_key_of_one_says_otherwise():
+def test_one_clip_sets_both_sides():
     both = settings(f"{ACTOR}.clip_ratio=0.3")
     assert (both["train.clip_low"], both["train.clip_high"]) == (0.3, 0.3)
     wider = settings(f"{ACTOR}.clip_ratio=0.3", f"{ACTOR}.clip_ratio_high=0.4")
@@ -164,7 +162,7 @@ def test_one_clip_is_both_unless_the_key_of_one_says_otherwise():
 
 
 @pytest.mark.parametrize("key", FIXED_KEYS)
-def test_a_key_that_must_keep_its_value_is_refused_with_the_reason_where_it_has_another(key):
+def test_fixed_key_with_another_value_is_refused(key):
     kept = FIXED_KEYS[key].values[0]
     assert convert({key: kept}).notices == []
     message = refused(f"{key}=other")
@@ -183,7 +181,7 @@ def test_no_key_is_in_two_tables():
     assert len(tables) == len(set(tables))
 
 
-def test_an_unknown_key_names_the_nearest():
+def test_unknown_key_names_the_nearest():
     assert f"did you mean '{ROLLOUT}.temperature'?" in refused(f"{ROLLOUT}.temprature=1")
     assert "docs/claw-r1.md" in refused("nothing.like.it=1")
 
@@ -199,11 +197,11 @@ def test_an_unknown_key_names_the_nearest():
         ("trainer.resume_mode=resume_path", "use auto or disable"),
     ],
 )
-def test_a_value_that_cannot_be_is_refused_under_the_key_that_was_given(argument, words):
+def test_bad_value_is_reported_under_the_given_key(argument, words):
     assert words in refused(argument)
 
 
-def test_a_missing_dataset_is_asked_for_by_its_key():
+def test_missing_dataset_is_asked_for_by_its_key():
     with pytest.raises(ConfigError, match=r"data\.train_files"):
         run_config(convert({}))
 
@@ -215,7 +213,7 @@ def test_epochs_become_steps_over_the_tasks_of_the_file(tmp_path):
     assert made.train.steps == 7
 
 
-def test_without_ray_the_same_keys_are_a_run_in_one_process():
+def test_same_keys_work_without_ray():
     (notice,) = convert(read_overrides(["penstock.scale.name=none", f"{FLOW}.num_workers=4"])).notices
     assert f"{FLOW}.num_workers (there are no workers in one process)" in notice
     made = config("penstock.scale.name=none", f"{FLOW}.num_workers=4")

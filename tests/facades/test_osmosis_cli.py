@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -13,24 +14,13 @@ from osmosis_shell import FOLDERS, Shell, answering, at_a_terminal, make_workspa
 from seed_rollouts import TASK, run_rollouts
 
 from osmosis_ai import __version__
-from osmosis_ai.cli.app import GROUPS, app, command_of, split_flags
-from osmosis_ai.cli.connection import identify
-from osmosis_ai.cli.environment import read_settings
-from osmosis_ai.cli.figures import columns, duration, moment, size
+from osmosis_ai.cli.app import app, command_of, split_flags
+from osmosis_ai.cli.connection import identify, read_settings
+from osmosis_ai.cli.output import columns, duration, moment, size
 from penstock.chat.renderer import Renderer
 from penstock.sdk.discovery import load_agent
 from penstock.testing import write_tokenizer
 
-TREE = {
-    "dataset": {"validate", "upload", "download", "list", "info", "logs", "preview"},
-    "train": {"submit", "list", "info", "logs", "stop"},
-    "model": {"list", "info", "deploy", "undeploy"},
-    "eval": {"submit", "list", "info", "logs", "download", "stop", "rubric"},
-    "rollout": {"init", "list"},
-    "template": {"list", "apply"},
-    "auth": {"login", "logout", "whoami"},
-    "secret": {"list", "set", "delete"},
-}
 PORTABLE = ["multiply-local-strands", "multiply-local-openai"]
 ROW = {"system_prompt": "", "user_prompt": "3*7", "ground_truth": "21", "metadata": {"level": 1}}
 
@@ -46,31 +36,46 @@ def osmosis(capsys, monkeypatch, tmp_path):
     return Shell(capsys)
 
 
+@pytest.fixture
+def workspace(osmosis):
+    return make_workspace(Path.cwd())
+
+
+@pytest.fixture
+def nowhere(workspace, monkeypatch):
+    """A workspace whose controller does not answer."""
+    monkeypatch.setenv("OSMOSIS_PLATFORM_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("OSMOSIS_TOKEN", "t")
+
+
+@pytest.fixture
+def platform(workspace, monkeypatch):
+    """Starts a platform with fixed answers, for the commands of the test."""
+    with ExitStack() as stack:
+
+        def start(answers):
+            environment = stack.enter_context(answering(answers))
+            for name, value in environment.items():
+                monkeypatch.setenv(name, value)
+            return environment["OSMOSIS_PLATFORM_URL"]
+
+        yield start
+
+
 def rows_file(*rows, name="rows.jsonl"):
     Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return name
 
 
-def test_the_tree_has_the_commands_of_osmosis():
-    assert {name: {command.name for command in group.registered_commands} for name, group in GROUPS.items()} == TREE
-
-
-@pytest.mark.parametrize("group", TREE)
-def test_a_group_alone_shows_its_commands(osmosis, group):
-    ran = osmosis(group)
-    assert (ran.code, ran.err) == (0, "") and all(f"  {name} " in ran.out for name in TREE[group])
-
-
 @pytest.mark.parametrize("line", [["upgrade", "--json"], ["--json", "upgrade"]])
-def test_the_flags_stand_anywhere(osmosis, line):
-    told = osmosis(*line).told
-    assert list(told) == ["schema_version", "status", "operation", "resource", "message"]
-    assert (told["schema_version"], told["status"], told["operation"]) == (1, "noop", "upgrade") and "pip install" in told[
-        "message"
-    ]
+def test_flags_work_anywhere(osmosis, line):
+    answer = osmosis(*line).reported
+    assert list(answer) == ["schema_version", "status", "operation", "resource", "message"]
+    assert (answer["schema_version"], answer["status"], answer["operation"]) == (1, "noop", "upgrade")
+    assert "pip install" in answer["message"]
 
 
-def test_flags_after_two_dashes_are_words_of_the_command():
+def test_flags_after_two_dashes_are_arguments():
     assert split_flags(["a", "--json", "--", "--plain"]) == ({"--json"}, ["a", "--", "--plain"])
 
 
@@ -86,16 +91,16 @@ def test_flags_after_two_dashes_are_words_of_the_command():
         (["upgrade", "--plain"], "upgrade"),
     ],
 )
-def test_a_line_that_cannot_be_read_exits_with_two(osmosis, line, command):
+def test_bad_command_line_exits_with_two(osmosis, line, command):
     ran = osmosis.json(*line)
     assert ran.code == 2 and (ran.error["code"], ran.error["command"]) == ("VALIDATION", command)
 
 
-def test_the_envelope_of_an_error_names_the_version_of_this_program(osmosis):
+def test_error_envelope_has_the_version(osmosis):
     assert json.loads(osmosis.json("eval", "list").err)["cli_version"] == __version__
 
 
-def test_errors_for_people_and_pipelines_are_a_line(osmosis):
+def test_errors_for_people_are_one_line(osmosis):
     for flags in ([], ["--plain"]):
         ran = osmosis("eval", "list", *flags)
         assert (ran.code, ran.out) == (1, "") and ran.err.startswith("Error: ") and "osmosis doctor --fix" in ran.err
@@ -106,51 +111,44 @@ def test_version_and_help_work_as_a_program(tmp_path):
     assert "Usage: osmosis [OPTIONS] COMMAND" in run_process(tmp_path, "-h").out
 
 
-def test_naming_the_command_loads_no_framework_and_no_web_server(tmp_path):
+def test_import_loads_nothing_heavy(tmp_path):
     heavy = "torch", "transformers", "ray", "openai", "agents", "strands", "starlette", "aiohttp", "pydantic"
     code = f"import sys, osmosis_ai.cli; print([name for name in {heavy} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
-NEED_A_WORKSPACE = [
-    ["dataset", "upload", "x.jsonl"],
-    ["dataset", "download", "x"],
-    ["dataset", "list"],
-    ["dataset", "info", "x"],
-    ["dataset", "logs", "x"],
-    ["dataset", "preview", "x"],
-    ["eval", "submit", "x.toml"],
-    ["eval", "list"],
-    ["eval", "info", "x"],
-    ["eval", "logs", "x"],
-    ["eval", "download", "x"],
-    ["eval", "stop", "x", "-y"],
-    ["train", "submit", "x.toml"],
-    ["train", "list"],
-    ["train", "info", "x"],
-    ["train", "logs", "x"],
-    ["train", "stop", "x", "-y"],
-    ["model", "list"],
-    ["model", "info", "x"],
-    ["model", "deploy", "x"],
-    ["model", "undeploy", "x"],
-    ["rollout", "list"],
-    ["secret", "list"],
-    ["secret", "set", "X", "--env", "HOME"],
-    ["secret", "delete", "X", "-y"],
-]
+def leaves(command, path=()):
+    for name, child in getattr(command, "commands", {}).items():
+        yield from leaves(child, (*path, name))
+    if not hasattr(command, "commands"):
+        yield " ".join(path), command
+
+
+COMMANDS = dict(leaves(typer.main.get_command(app)))
+NEVER_FAIL = {"template list", "upgrade", "auth logout"}
+WITHOUT_WORKSPACE = {"dataset validate", "eval rubric", "rollout init", "template apply", "doctor", "auth login", "auth whoami"}
+OPTIONS = {"secret set": ["--env", "HOME"], "secret delete": ["-y"], "eval stop": ["-y"], "train stop": ["-y"]}
+
+
+def line_of(name, argument):
+    """The command with its required arguments."""
+    needed = [each for each in COMMANDS[name].params if each.param_type_name == "argument" and each.required]
+    return [*name.split(), *[argument] * len(needed)]
+
+
+NEED_A_WORKSPACE = [line_of(name, "X") + OPTIONS.get(name, []) for name in COMMANDS.keys() - WITHOUT_WORKSPACE - NEVER_FAIL]
+NEED_A_WORKSPACE.sort()
 
 
 @pytest.mark.parametrize("line", NEED_A_WORKSPACE, ids=" ".join)
-def test_outside_of_a_workspace_nothing_is_begun(osmosis, tmp_path, line):
+def test_commands_need_a_workspace(osmosis, tmp_path, line):
     ran = osmosis.json(*line)
     assert (ran.code, ran.error["code"], ran.error["command"]) == (1, "WORKSPACE_REQUIRED", " ".join(line[:2]))
     assert not (tmp_path / "home").exists()
 
 
 @pytest.mark.parametrize("line", NEED_A_WORKSPACE, ids=" ".join)
-def test_a_controller_that_was_named_and_knows_no_login_is_not_asked(osmosis, monkeypatch, line):
-    make_workspace(Path.cwd())
+def test_controller_without_login_is_not_asked(osmosis, workspace, monkeypatch, line):
     monkeypatch.setenv("OSMOSIS_PLATFORM_URL", "http://127.0.0.1:9")
     error = osmosis.json(*line).error
     assert error["code"] == "VALIDATION" and "osmosis auth login" in error["message"]
@@ -159,30 +157,22 @@ def test_a_controller_that_was_named_and_knows_no_login_is_not_asked(osmosis, mo
 @pytest.mark.parametrize(
     ("url", "code"), [("http://127.0.0.1:9", "PLATFORM_ERROR"), ("ftp://nowhere", "VALIDATION"), ("http://[", "VALIDATION")]
 )
-def test_a_controller_that_does_not_answer_is_named(osmosis, monkeypatch, url, code):
-    make_workspace(Path.cwd())
+def test_controller_that_does_not_answer_is_named(osmosis, nowhere, monkeypatch, url, code):
     monkeypatch.setenv("OSMOSIS_PLATFORM_URL", url)
-    monkeypatch.setenv("OSMOSIS_TOKEN", "t")
     for line in (["eval", "list"], ["auth", "whoami"], ["auth", "login"], ["auth", "login", "--token", "t"]):
         error = osmosis.json(*line).error
         assert error["code"] == code and url in error["message"]
 
 
 @pytest.mark.parametrize("file", ["x.toml", "configs/training/x.toml", "configs/eval/missing.toml", "configs/eval/../x.toml"])
-def test_a_file_that_lies_elsewhere_is_not_submitted(osmosis, monkeypatch, file):
-    make_workspace(Path.cwd())
-    monkeypatch.setenv("OSMOSIS_PLATFORM_URL", "http://127.0.0.1:9")
-    monkeypatch.setenv("OSMOSIS_TOKEN", "t")
+def test_file_outside_its_folder_is_not_submitted(osmosis, nowhere, file):
     Path("x.toml").write_text("")
     Path("configs/training/x.toml").write_text("")
     error = osmosis.json("eval", "submit", file, "-y").error
     assert error["code"] == "VALIDATION" and file in error["message"] and "configs/eval" in error["message"]
 
 
-def test_all_that_is_wrong_with_a_file_is_told_at_once(osmosis, monkeypatch):
-    make_workspace(Path.cwd())
-    monkeypatch.setenv("OSMOSIS_PLATFORM_URL", "http://127.0.0.1:9")
-    monkeypatch.setenv("OSMOSIS_TOKEN", "t")
+def test_all_errors_of_a_file_are_reported(osmosis, nowhere):
     Path("configs/eval/x.toml").write_text('[experiment]\nrollout = "a"\nentrypont = "main.py"\n[evaluation]\nn = -1\n')
     error = osmosis.json("eval", "submit", "configs/eval/x.toml", "-y").error
     keys = {issue["key"] for issue in error["details"]["issues"]}
@@ -190,19 +180,20 @@ def test_all_that_is_wrong_with_a_file_is_told_at_once(osmosis, monkeypatch):
     assert all(key in error["message"] for key in keys)
 
 
-def test_doctor_tells_what_is_missing_and_makes_it(osmosis):
-    told = osmosis.json("doctor").error
-    assert (told["code"], told["command"]) == ("WORKSPACE_REQUIRED", "doctor")
-    assert told["details"]["missing"] == told["details"]["required_paths"] and not told["details"]["valid"]
-    fixed = osmosis.json("doctor", "--fix").told["resource"]
+def test_doctor_reports_and_fixes_missing_folders(osmosis):
+    answer = osmosis.json("doctor").error
+    assert (answer["code"], answer["command"]) == ("WORKSPACE_REQUIRED", "doctor")
+    assert answer["details"]["missing"] == answer["details"]["required_paths"] and not answer["details"]["valid"]
+    fixed = osmosis.json("doctor", "--fix").reported["resource"]
     assert (fixed["valid"], fixed["missing"]) == (True, []) and set(FOLDERS) <= set(fixed["fixed"])
     assert all(Path(name).is_dir() for name in FOLDERS)
     again = osmosis.json("doctor", "rollouts")
-    assert (again.code, again.told["resource"]["fixed"], again.told["resource"]["workspace_directory"]) == (0, [], str(Path.cwd()))
+    found = again.reported["resource"]
+    assert (again.code, found["fixed"], found["workspace_directory"]) == (0, [], str(Path.cwd()))
     assert list(fixed) == ["workspace_directory", "git", "workspace", "required_paths", "missing", "valid", "fixed"]
 
 
-def test_doctor_says_what_it_cannot_look_at(osmosis):
+def test_doctor_rejects_a_missing_folder(osmosis):
     assert osmosis.json("doctor", "nowhere").error["code"] == "VALIDATION"
 
 
@@ -216,7 +207,7 @@ def test_doctor_says_what_it_cannot_look_at(osmosis):
         (None, "local/work-space"),
     ],
 )
-def test_a_workspace_goes_by_its_origin_on_any_host_or_by_its_folder(tmp_path, remote, identity):
+def test_workspace_is_identified_by_origin_or_folder(tmp_path, remote, identity):
     folder = tmp_path / "Work Space"
     subprocess.run(["git", "init", "-q", folder], check=True)
     if remote:
@@ -225,7 +216,7 @@ def test_a_workspace_goes_by_its_origin_on_any_host_or_by_its_folder(tmp_path, r
     assert found.identity == identity and "password" not in (found.remote_url or "")
 
 
-def test_a_folder_without_git_is_a_workspace_too(tmp_path):
+def test_folder_without_git_is_a_workspace(tmp_path):
     assert identify(make_workspace(tmp_path / "plain")).as_json() == {"identity": "local/plain", "remote_url": None}
 
 
@@ -249,27 +240,27 @@ GOOD = [ROW] * 4
         ([{**ROW, "metadata": {}}] * 4, "empty object in every row"),
     ],
 )
-def test_every_row_of_a_dataset_is_looked_at(osmosis, rows, flaw):
+def test_every_row_of_a_dataset_is_checked(osmosis, rows, flaw):
     ran = osmosis.json("dataset", "validate", rows_file(*rows))
     (error,) = ran.error["details"]["errors"]
     assert (ran.code, ran.error["code"], ran.out) == (1, "VALIDATION", "")
     assert flaw in error and flaw in ran.error["message"] and not ran.error["details"]["valid"]
 
 
-def test_a_dataset_without_flaw_is_valid(osmosis):
+def test_good_dataset_is_valid(osmosis):
     blank = {**ROW, "metadata": None}
     ran = osmosis.json("dataset", "validate", rows_file(*GOOD, blank, {**ROW, "metadata": '{"level": 1.5}'}))
-    assert list(ran.told["data"]) == ["valid", "file", "file_name", "extension", "file_size", "errors", "warnings"]
-    assert (ran.code, ran.told["data"]["valid"], ran.told["data"]["extension"]) == (0, True, "jsonl")
+    assert list(ran.reported["data"]) == ["valid", "file", "file_name", "extension", "file_size", "errors", "warnings"]
+    assert (ran.code, ran.reported["data"]["valid"], ran.reported["data"]["extension"]) == (0, True, "jsonl")
 
 
-def test_flaws_of_all_rows_are_told_up_to_a_number(osmosis):
+def test_listed_dataset_errors_are_limited(osmosis):
     errors = osmosis.json("dataset", "validate", rows_file(*[{**ROW, "user_prompt": ""}] * 30)).error["details"]["errors"]
     assert len(errors) == 21 and errors[-1] == "and 10 more"
 
 
 @pytest.mark.parametrize(("name", "content"), [("rows.txt", "x"), ("missing.csv", None), ("rows.csv", "user_prompt\n\n")])
-def test_a_file_that_is_no_dataset_is_told(osmosis, name, content):
+def test_file_that_is_no_dataset_is_invalid(osmosis, name, content):
     if content is not None:
         Path(name).write_text(content)
     ran = osmosis("dataset", "validate", name, "--plain")
@@ -278,10 +269,7 @@ def test_a_file_that_is_no_dataset_is_told(osmosis, name, content):
 
 @pytest.mark.parametrize("wrong", [["--limit", "0"], ["--limit", "51"]])
 @pytest.mark.parametrize("group", ["dataset", "eval", "train", "model", "rollout", "secret"])
-def test_a_limit_has_bounds(osmosis, monkeypatch, group, wrong):
-    make_workspace(Path.cwd())
-    monkeypatch.setenv("OSMOSIS_PLATFORM_URL", "http://127.0.0.1:9")
-    monkeypatch.setenv("OSMOSIS_TOKEN", "t")
+def test_limit_has_bounds(osmosis, nowhere, group, wrong):
     error = osmosis.json(group, "list", *wrong).error
     assert error["code"] == "VALIDATION" and "--limit" in error["message"]
 
@@ -306,17 +294,15 @@ def test_a_limit_has_bounds(osmosis, monkeypatch, group, wrong):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else value,
 )
-def test_wrong_values_are_refused_before_anybody_is_asked(osmosis, monkeypatch, tmp_path, line, code):
-    make_workspace(Path.cwd())
-    if line[0] != "auth":
-        monkeypatch.setenv("OSMOSIS_PLATFORM_URL", "http://127.0.0.1:9")
-        monkeypatch.setenv("OSMOSIS_TOKEN", "t")
+def test_wrong_values_are_refused_first(osmosis, nowhere, monkeypatch, tmp_path, line, code):
+    if line[0] == "auth":
+        monkeypatch.delenv("OSMOSIS_PLATFORM_URL")
     ran = osmosis.json(*line)
     assert (ran.code, ran.error["code"]) == (1, code)
     assert not (tmp_path / "home").exists()
 
 
-def test_what_env_files_say_stands_behind_the_environment(tmp_path):
+def test_env_file_does_not_override_the_environment(tmp_path):
     make_workspace(tmp_path)
     (tmp_path / ".env").write_text("OSMOSIS_PLATFORM_URL=http://127.0.0.1:9/base/\nOSMOSIS_TOKEN='from the file'\n")
     below = tmp_path / "rollouts"
@@ -324,7 +310,7 @@ def test_what_env_files_say_stands_behind_the_environment(tmp_path):
     assert "127.0.0.1:8" in run_process(below, "eval", "list", "--json", OSMOSIS_PLATFORM_URL="http://127.0.0.1:8").error["message"]
 
 
-def test_lines_of_an_env_file():
+def test_env_file_lines():
     text = "# no\nA=1\nexport B = two words # no\nC=\"x\\n'y'\" # no\nD='#in'\nE=\nF=a#b\nbroken\n=1\n"
     expected = {"A": "1", "B": "two words", "C": "x\n'y'", "D": "#in", "E": "", "F": "a#b"}
     assert dict(read_settings(text)) == expected
@@ -339,14 +325,14 @@ def test_figures_for_people(monkeypatch):
     assert command_of([]) == "<root>"
 
 
-def test_templates_are_named_and_written_whole(osmosis):
-    told = osmosis.json("template", "list").told
-    names = [item["name"] for item in told["items"]]
-    assert {"multiply-local-strands", "multiply-local-openai"} <= set(names) and told["total_count"] == len(names)
+def test_template_list_and_apply(osmosis):
+    answer = osmosis.json("template", "list").reported
+    names = [item["name"] for item in answer["items"]]
+    assert {"multiply-local-strands", "multiply-local-openai"} <= set(names) and answer["total_count"] == len(names)
     assert osmosis("template", "list", "--plain").out.startswith(f"{names[0]}\t")
     assert osmosis.json("template", "apply", names[0]).error["code"] == "WORKSPACE_REQUIRED"
     make_workspace(Path.cwd())
-    applied = osmosis.json("template", "apply", names[0]).told
+    applied = osmosis.json("template", "apply", names[0]).reported
     assert (applied["operation"], applied["resource"]["name"]) == ("template.apply", names[0])
     assert all(Path(file).is_file() for file in applied["resource"]["files"])
     assert f"rollouts/{names[0]}/main.py" in applied["resource"]["files"]
@@ -355,9 +341,8 @@ def test_templates_are_named_and_written_whole(osmosis):
 
 
 @pytest.mark.parametrize("command", [["rollout", "init", "mine"], *(["template", "apply", name] for name in PORTABLE)])
-def test_what_is_written_also_runs_on_the_platform(osmosis, command):
-    make_workspace(Path.cwd())
-    files = osmosis.json(*command).told["resource"]["files"]
+def test_written_rollout_also_runs_on_the_platform(osmosis, workspace, command):
+    files = osmosis.json(*command).reported["resource"]["files"]
     (main,) = [Path(file) for file in files if file.endswith(".py")]
     text = main.read_text()
     assert main.name == "main.py" and "from osmosis_ai.rollout import" in text and "import penstock" not in text
@@ -371,15 +356,11 @@ def test_what_is_written_also_runs_on_the_platform(osmosis, command):
         assert (attempt.end, attempt.reward, len(attempt.steps)) == ("completed", reward, 2)
 
 
-def test_a_rollout_is_begun_with_its_files_and_not_written_over(osmosis):
-    make_workspace(Path.cwd())
-    told = osmosis.json("rollout", "init", "mine").told
+def test_rollout_init_writes_files_and_does_not_overwrite(osmosis, workspace):
+    answer = osmosis.json("rollout", "init", "mine").reported
     configs = {"eval": "configs/eval/mine.toml", "training": "configs/training/mine.toml"}
-    assert (told["operation"], told["resource"]["rollout_dir"], told["resource"]["configs"]) == (
-        "rollout.init",
-        "rollouts/mine",
-        configs,
-    )
+    assert answer["operation"] == "rollout.init"
+    assert (answer["resource"]["rollout_dir"], answer["resource"]["configs"]) == ("rollouts/mine", configs)
     Path("rollouts/mine/main.py").write_text("mine")
     error = osmosis.json("rollout", "init", "mine").error
     assert (error["code"], Path("rollouts/mine/main.py").read_text()) == ("CONFLICT", "mine")
@@ -402,74 +383,53 @@ def test_a_rollout_is_begun_with_its_files_and_not_written_over(osmosis):
         (200, [], "PLATFORM_ERROR"),
     ],
 )
-def test_what_a_platform_answers_has_a_code(osmosis, monkeypatch, status, body, code):
-    make_workspace(Path.cwd())
-    with answering({"GET /api/cli/eval-runs": (status, body)}) as environment:
-        for name, value in environment.items():
-            monkeypatch.setenv(name, value)
-        ran = osmosis.json("eval", "list")
+def test_error_of_the_platform_has_a_code(osmosis, platform, status, body, code):
+    platform({"GET /api/cli/eval-runs": (status, body)})
+    ran = osmosis.json("eval", "list")
     assert (ran.code, ran.error["code"], ran.error["details"]["status_code"]) == (1, code, status)
     if isinstance(body, dict):
         assert body.items() <= ran.error["details"].items() and ran.error["message"] == (body.get("error") or body["message"])
 
 
-def test_issues_of_a_platform_are_listed_below_its_message(osmosis, monkeypatch):
-    make_workspace(Path.cwd())
+def test_issues_of_the_platform_are_listed(osmosis, platform):
     issues = [{"key": "evaluation.n", "message": "too many", "key_correction": "limit"}, "and another"]
-    with answering({"GET /api/cli/models/base": (400, {"error": "wrong", "code": "X", "issues": issues})}) as environment:
-        for name, value in environment.items():
-            monkeypatch.setenv(name, value)
-        error = osmosis.json("model", "list").error
+    platform({"GET /api/cli/models/base": (400, {"error": "wrong", "code": "X", "issues": issues})})
+    error = osmosis.json("model", "list").error
     assert error["message"] == "wrong\n  - evaluation.n: too many (did you mean 'limit'?)\n  - and another"
     assert error["details"]["issues"] == issues and error["details"]["platform_code"] == "X"
 
 
-def test_files_that_may_not_be_taken_are_left_and_others_come(osmosis, monkeypatch):
-    make_workspace(Path.cwd())
+def test_download_skips_files_that_it_must_not_write(osmosis, platform):
     kept = "trajectories/row_0_run_1.json"
-    paths = [
-        kept,
-        kept,
-        "../escape",
-        "/etc/passwd",
-        "logs.txt",
-        "artifacts/row_0_run_0/manifest.json",
-        "trajectories/row_x.json",
-        "summary.jsonl",
-    ]
+    refused = ["../escape", "/etc/passwd", "logs.txt", "artifacts/row_0_run_0/manifest.json", "trajectories/row_x.json"]
+    paths = [kept, kept, *refused, "summary.jsonl"]
     run = {"eval_run": {"id": "i", "name": "odd name", "status": "running"}}
     answers = {
         "GET /api/cli/eval-runs/odd": (200, run),
         "GET /api/cli/eval-runs/i/samples/manifest": (200, {"files": [{"path": path, "size": 2} for path in paths], "totals": {}}),
         "GET /file": (200, b"{}"),
     }
-    with answering(answers) as environment:
-        links = [{"path": kept, "url": f"{environment['OSMOSIS_PLATFORM_URL']}/file"}]
-        answers["POST /api/cli/eval-runs/i/samples/download-urls"] = (200, {"items": links})
-        for name, value in environment.items():
-            monkeypatch.setenv(name, value)
-        ran = osmosis.json("eval", "download", "odd")
-    told = ran.told["resource"]
-    assert (ran.code, ran.told["status"], told["status"], told["files_downloaded"]) == (1, "partial", "partial", 1)
-    assert sorted(one["path"] for one in told["files_failed"]) == sorted(paths[1:])
+    links = [{"path": kept, "url": f"{platform(answers)}/file"}]
+    answers["POST /api/cli/eval-runs/i/samples/download-urls"] = (200, {"items": links})
+    ran = osmosis.json("eval", "download", "odd")
+    answer = ran.reported["resource"]
+    assert (ran.code, ran.reported["status"], answer["status"], answer["files_downloaded"]) == (1, "partial", "partial", 1)
+    assert sorted(one["path"] for one in answer["files_failed"]) == sorted(paths[1:])
     assert [path.name for path in Path(".osmosis/evals/odd-name-i").rglob("*") if path.is_file()] == ["row_0_run_1.json"]
 
 
-def test_many_bytes_are_not_fetched_unasked(osmosis, monkeypatch):
-    make_workspace(Path.cwd())
+def test_large_download_needs_confirmation(osmosis, platform):
     answers = {
         "GET /api/cli/eval-runs/x": (200, {"eval_run": {"id": "i", "name": "x", "status": "finished"}}),
         "GET /api/cli/eval-runs/i/samples/manifest": (200, {"files": [{"path": "metrics.json", "size": 2**30}]}),
     }
-    with answering(answers) as environment:
-        for name, value in environment.items():
-            monkeypatch.setenv(name, value)
-        error = osmosis.json("eval", "download", "x").error
+    platform(answers)
+    error = osmosis.json("eval", "download", "x").error
     assert error["code"] == "INTERACTIVE_REQUIRED" and error["details"]["prompt"] == "Download 1.0 GB?"
 
 
 @pytest.mark.parametrize(("typed", "code", "said"), [("n\n", 1, "Nothing was done."), ("y\n", 0, "")])
-def test_a_person_is_asked_and_heard(tmp_path, typed, code, said):
+def test_confirmation_is_asked(tmp_path, typed, code, said):
     line = (make_workspace(tmp_path / "w"), "eval", "stop", "x")
     with answering({"POST /api/cli/eval-runs/x/stop": (200, {})}) as place, at_a_terminal(*line, **place) as (process, person):
         os.write(person, typed.encode())
@@ -477,7 +437,7 @@ def test_a_person_is_asked_and_heard(tmp_path, typed, code, said):
     assert process.returncode == code and said in err and ("Stopped" in out) == (code == 0)
 
 
-def test_an_interrupted_command_exits_with_130(tmp_path):
+def test_interrupted_command_exits_with_130(tmp_path):
     place = {"OSMOSIS_PLATFORM_URL": "http://127.0.0.1:9", "OSMOSIS_TOKEN": "t"}
     with at_a_terminal(make_workspace(tmp_path / "w"), "eval", "stop", "x", **place) as (process, _):
         assert process.stderr.readline().startswith("Name:")
@@ -501,20 +461,19 @@ def judged(osmosis, monkeypatch):
     return judge
 
 
-def test_answers_in_a_file_are_judged(judged, tmp_path):
+def test_rubric_scores_a_file(judged, tmp_path):
     messages = [{"role": "user", "content": "3*7"}, {"role": "assistant", "content": "21"}]
     file = rows_file({"messages": messages, "id": "first"}, {"solution_str": "20", "ground_truth": "21"})
     ran = judged(completion('{"score": 0.5, "explanation": "half"}'), "-d", file, "-n", 2)
-    told = ran.told
-    assert (ran.code, told["operation"], told["resource"]["record_count"], told["resource"]["error_count"]) == (
-        0,
-        "eval.rubric",
-        2,
-        0,
-    )
-    assert told["resource"]["statistics"]["mean"] == 0.5
-    assert [(one["label"], one["scores"]) for one in told["resource"]["records"]] == [("first", [0.5, 0.5]), ("row 2", [0.5, 0.5])]
-    saved = judged(completion('{"score": 1, "explanation": ""}'), "-d", file, "-o", tmp_path).told["resource"]
+    answer = ran.reported
+    assert (ran.code, answer["operation"]) == (0, "eval.rubric")
+    assert (answer["resource"]["record_count"], answer["resource"]["error_count"]) == (2, 0)
+    assert answer["resource"]["statistics"]["mean"] == 0.5
+    assert [(one["label"], one["scores"]) for one in answer["resource"]["records"]] == [
+        ("first", [0.5, 0.5]),
+        ("row 2", [0.5, 0.5]),
+    ]
+    saved = judged(completion('{"score": 1, "explanation": ""}'), "-d", file, "-o", tmp_path).reported["resource"]
     assert Path(saved["output_path"]).is_file() and "records" not in saved
 
 
@@ -529,28 +488,16 @@ def test_answers_in_a_file_are_judged(judged, tmp_path):
         (["-d", "rows.jsonl"], "PLATFORM_ERROR"),
     ],
 )
-def test_a_judgement_that_cannot_be_is_told(judged, words, code):
+def test_failed_rubric_is_reported(judged, words, code):
     rows_file({"solution_str": "20"})
     ran = judged({"error": {"message": "no"}}, *words, status=400)
     assert (ran.code, ran.error["code"]) == (1, code) and "hush" not in ran.err
 
 
-def leaves(command, path=()):
-    for name, child in getattr(command, "commands", {}).items():
-        yield from leaves(child, (*path, name))
-    if not hasattr(command, "commands"):
-        yield " ".join(path), command
-
-
-COMMANDS = dict(leaves(typer.main.get_command(app)))
-NEVER_FAIL = {"template list", "upgrade", "auth logout"}
-
-
 @pytest.mark.parametrize("name", sorted(COMMANDS.keys() - NEVER_FAIL))
-def test_with_json_what_fails_is_one_envelope_on_stderr(osmosis, name, monkeypatch):
-    for variable, value in {"OSMOSIS_PLATFORM_URL": "http://127.0.0.1:9", "OSMOSIS_TOKEN": "x"}.items():
-        monkeypatch.setenv(variable, value)
-    needed = [each for each in COMMANDS[name].params if each.param_type_name == "argument" and each.required]
-    ran = osmosis.json(*name.split(), *["no/where"] * len(needed))
+def test_failure_with_json_is_one_envelope(osmosis, name, monkeypatch):
+    monkeypatch.setenv("OSMOSIS_PLATFORM_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("OSMOSIS_TOKEN", "t")
+    ran = osmosis.json(*line_of(name, "no/where"))
     assert ran.error["command"] == name and ran.error["message"]
     assert osmosis.json(*name.split(), "--no-such-option").error["code"] == "VALIDATION"

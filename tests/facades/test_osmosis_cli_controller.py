@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from osmosis_shell import Shell, at_a_terminal, make_workspace, run_process, serving
 
-from penstock.controller.client import ControllerClient
+from penstock_controller.client import ControllerClient
 
 G = {"git", "workspace_directory"}
 ROWS = [{"system_prompt": "", "user_prompt": f"{a}*7", "ground_truth": str(a * 7)} for a in range(2, 8)]
@@ -69,73 +69,73 @@ def rows_file(path: Path, rows=ROWS) -> Path:
     return path
 
 
-def told_where(told) -> tuple[str, str]:
-    return told["git"]["identity"], Path(told["workspace_directory"]).name
+def told_where(answer) -> tuple[str, str]:
+    return answer["git"]["identity"], Path(answer["workspace_directory"]).name
 
 
 def test_who_one_is(osmosis, controller):
-    data = osmosis.json("auth", "whoami").told["data"]
+    data = osmosis.json("auth", "whoami").reported["data"]
     assert list(data) == ["email", "name", "expires_at", "platform_url", "source", "workspace", "account"]
     assert (data["source"], data["platform_url"]) == ("environment", controller["OSMOSIS_PLATFORM_URL"])
     assert {"email", "name", "expires_at", "platform_url", "source"} <= set(data["account"]) and data["workspace"] is not None
     assert f"Email: {data['email']}\n" in osmosis("auth", "whoami", "--plain").out
 
 
-def test_a_login_is_kept_used_and_forgotten(osmosis, controller, monkeypatch, tmp_path):
+def test_login_is_kept_used_and_forgotten(osmosis, controller, monkeypatch, tmp_path):
     monkeypatch.delenv("OSMOSIS_TOKEN")
     assert osmosis.json("auth", "whoami").error["code"] == "AUTH_REQUIRED"
     assert osmosis.json("auth", "login").error["code"] == "INTERACTIVE_REQUIRED"
     assert osmosis.json("auth", "login", "--token", "wrong").error["code"] == "AUTH_REQUIRED"
-    told = osmosis.json("auth", "login", "--token", controller["OSMOSIS_TOKEN"]).told
-    assert list(told) == OPERATION and (told["operation"], told["status"]) == ("auth.login", "success")
+    answer = osmosis.json("auth", "login", "--token", controller["OSMOSIS_TOKEN"]).reported
+    assert list(answer) == OPERATION and (answer["operation"], answer["status"]) == ("auth.login", "success")
     wanted = {"email", "name", "expires_at", "platform_url", "workspace", "source", "verified", "saved", "token_store"}
-    assert set(told["resource"]) == wanted and told["resource"]["saved"] and told["resource"]["source"] == "token"
+    assert set(answer["resource"]) == wanted and answer["resource"]["saved"] and answer["resource"]["source"] == "token"
     (file,) = (tmp_path / "config").rglob("*.json")
     assert file.stat().st_mode & 0o077 == 0
-    assert osmosis.json("auth", "login").told["status"] == "noop"
-    assert osmosis.json("auth", "whoami").told["data"]["source"] == "credentials"
+    assert osmosis.json("auth", "login").reported["status"] == "noop"
+    assert osmosis.json("auth", "whoami").reported["data"]["source"] == "credentials"
     assert osmosis.json("dataset", "list").code == 0
 
 
 def test_logging_out_needs_a_yes_and_a_login(osmosis, controller, monkeypatch):
     monkeypatch.delenv("OSMOSIS_TOKEN")
-    nothing = osmosis.json("auth", "logout").told
+    nothing = osmosis.json("auth", "logout").reported
     assert (nothing["status"], nothing["resource"]["logged_in"]) == ("noop", False)
     osmosis.json("auth", "login", "--token", controller["OSMOSIS_TOKEN"])
     assert osmosis.json("auth", "logout").error["code"] == "INTERACTIVE_REQUIRED"
-    gone = osmosis.json("auth", "logout", "-y").told
+    gone = osmosis.json("auth", "logout", "-y").reported
     assert (gone["status"], gone["operation"], gone["resource"]["logged_in"]) == ("success", "auth.logout", False)
     assert osmosis.json("dataset", "list").error["code"] == "VALIDATION"
 
 
-def test_a_wrong_token_is_told_on_every_command(osmosis, monkeypatch):
+def test_wrong_token_is_reported_on_every_command(osmosis, monkeypatch):
     monkeypatch.setenv("OSMOSIS_TOKEN", "wrong")
     for line in (["eval", "list"], ["dataset", "info", "x"], ["secret", "list"], ["model", "list"], ["auth", "whoami"]):
         error = osmosis.json(*line).error
         assert (error["code"], error["details"]["status_code"]) == ("AUTH_REQUIRED", 401)
 
 
-def test_a_dataset_goes_up_and_comes_back(osmosis, uploaded, tmp_path):
-    told = osmosis.json("dataset", "upload", uploaded, "--overwrite", "-y").told
-    assert list(told) == [*OPERATION, "next_steps_structured"] and told["operation"] == "dataset.upload"
-    assert [*DATASET] == [name for name in told["resource"] if name in DATASET] and set(told["resource"]) >= G
-    assert told["next_steps_structured"] == [{"action": "dataset_info", "name": "tables"}]
-    assert told_where(told["resource"]) == ("some/agents", "agents")
-    fetched = osmosis.json("dataset", "download", "tables", "-o", tmp_path).told["resource"]
+def test_dataset_goes_up_and_comes_back(osmosis, uploaded, tmp_path):
+    answer = osmosis.json("dataset", "upload", uploaded, "--overwrite", "-y").reported
+    assert list(answer) == [*OPERATION, "next_steps_structured"] and answer["operation"] == "dataset.upload"
+    assert [*DATASET] == [name for name in answer["resource"] if name in DATASET] and set(answer["resource"]) >= G
+    assert answer["next_steps_structured"] == [{"action": "dataset_info", "name": "tables"}]
+    assert told_where(answer["resource"]) == ("some/agents", "agents")
+    fetched = osmosis.json("dataset", "download", "tables", "-o", tmp_path).reported["resource"]
     assert Path(fetched["output_path"]).read_bytes() == uploaded.read_bytes()
     again = osmosis.json("dataset", "download", "tables", "-o", tmp_path)
     assert again.error["code"] == "VALIDATION"
     assert osmosis.json("dataset", "download", "tables", "-o", tmp_path, "--overwrite").code == 0
 
 
-def test_a_name_in_use_is_a_conflict_and_replacing_needs_a_yes(osmosis, uploaded):
+def test_replacing_a_dataset_needs_confirmation(osmosis, uploaded):
     error = osmosis.json("dataset", "upload", uploaded).error
     assert error["code"] == "CONFLICT" and error["details"]["existing_dataset_id"] and error["details"]["status_code"] == 409
     asked = osmosis.json("dataset", "upload", uploaded, "--overwrite").error
     assert asked["code"] == "INTERACTIVE_REQUIRED" and set(asked["details"]) == {"prompt", "summary", "notes", "warnings"}
 
 
-def test_a_flawed_file_is_not_sent(osmosis, workspace):
+def test_flawed_file_is_not_sent(osmosis, workspace):
     file = rows_file(workspace / "data" / "flawed.jsonl", [*ROWS, {"user_prompt": "1*1"}])
     error = osmosis.json("dataset", "upload", file).error
     assert error["code"] == "VALIDATION" and "line 7" in error["message"]
@@ -143,13 +143,13 @@ def test_a_flawed_file_is_not_sent(osmosis, workspace):
 
 
 def test_datasets_are_listed_shown_and_previewed(osmosis, uploaded):
-    told = osmosis.json("dataset", "list").told
-    assert set(told) == PAGE | G and told["total_count"] >= 1
-    (item,) = [one for one in told["items"] if one["file_name"] == "tables"]
+    answer = osmosis.json("dataset", "list").reported
+    assert set(answer) == PAGE | G and answer["total_count"] >= 1
+    (item,) = [one for one in answer["items"] if one["file_name"] == "tables"]
     assert [name for name in item if name != "platform_url"] == DATASET and (item["status"], item["row_count"]) == ("uploaded", 6)
-    info = osmosis.json("dataset", "info", item["id"]).told["data"]
+    info = osmosis.json("dataset", "info", item["id"]).reported["data"]
     assert info["file_name"] == "tables" and set(info) >= {*DATASET, *G}
-    shown = osmosis.json("dataset", "preview", "tables", "--rows", 2).told["data"]
+    shown = osmosis.json("dataset", "preview", "tables", "--rows", 2).reported["data"]
     assert set(shown) == {"dataset", "rows", "requested_rows", "returned_rows", "available", *G}
     assert (shown["requested_rows"], shown["returned_rows"], shown["rows"][0]["user_prompt"]) == (2, 2, "2*7")
     (line,) = [line for line in osmosis("dataset", "list", "--plain").out.splitlines() if line.startswith("tables\t")]
@@ -157,19 +157,19 @@ def test_datasets_are_listed_shown_and_previewed(osmosis, uploaded):
     assert osmosis("dataset", "list").out.startswith("Name ")
 
 
-def test_pages_of_a_list_go_on_to_the_end(osmosis, workspace):
+def test_pages_of_a_list_continue_to_the_end(osmosis, workspace):
     for name in ("one", "two", "three"):
         osmosis.json("dataset", "upload", rows_file(workspace / "data" / f"{name}.jsonl"), "--overwrite", "-y")
-    first = osmosis.json("dataset", "list", "--limit", 2).told
+    first = osmosis.json("dataset", "list", "--limit", 2).reported
     assert (len(first["items"]), first["has_more"], first["next_offset"]) == (2, True, 2) and first["total_count"] >= 3
-    everything = osmosis.json("dataset", "list", "--all").told
+    everything = osmosis.json("dataset", "list", "--all").reported
     assert (len(everything["items"]), everything["has_more"], everything["next_offset"]) == (first["total_count"], False, None)
 
 
 def test_logs_of_a_dataset_are_a_page_that_leads_back(osmosis, uploaded):
-    told = osmosis.json("dataset", "logs", "tables").told
-    assert set(told) == PAGE | G | {"next_cursor"} and told["total_count"] == len(told["items"]) > 0
-    assert all(list(line) == ["timestamp", "level", "step", "message", "details"] for line in told["items"])
+    answer = osmosis.json("dataset", "logs", "tables").reported
+    assert set(answer) == PAGE | G | {"next_cursor"} and answer["total_count"] == len(answer["items"]) > 0
+    assert all(list(line) == ["timestamp", "level", "step", "message", "details"] for line in answer["items"])
     last = osmosis("dataset", "logs", "tables", "--limit", 1).out
     assert last.startswith("Time ") and "--all" not in last
 
@@ -194,7 +194,7 @@ UNKNOWN = [
 
 
 @pytest.mark.parametrize("line", UNKNOWN, ids=" ".join)
-def test_what_is_not_there_is_told(osmosis, line):
+def test_what_is_not_there_is_reported(osmosis, line):
     ran = osmosis.json(*line)
     assert (ran.code, ran.error["code"], ran.error["command"]) == (1, "NOT_FOUND", " ".join(line[:2]))
 
@@ -208,26 +208,26 @@ def test_stopping_asks_first(osmosis, kind):
 def test_secrets_are_kept_listed_without_values_and_forgotten(osmosis, monkeypatch):
     monkeypatch.setenv("THE_VALUE", "hush-hush-hush")
     for scope in ("personal", "workspace"):
-        told = osmosis.json("secret", "set", "A_KEY", "--scope", scope, "--env", "THE_VALUE").told
+        answer = osmosis.json("secret", "set", "A_KEY", "--scope", scope, "--env", "THE_VALUE").reported
         fields = {"id", "name", "scope", "created_at", "updated_at", "creator_name", "updater_name"}
-        assert (told["operation"], told["resource"]["scope"]) == ("secret.set", scope) and set(told["resource"]) == fields | G
+        assert (answer["operation"], answer["resource"]["scope"]) == ("secret.set", scope) and set(answer["resource"]) == fields | G
     listed = osmosis.json("secret", "list")
-    assert {item["scope"] for item in listed.told["items"] if item["name"] == "A_KEY"} == {"personal", "workspace"}
-    assert "hush" not in listed.out and set(listed.told) - {"platform_url"} == PAGE | G
-    (only,) = osmosis.json("secret", "list", "--scope", "workspace").told["items"]
+    assert {item["scope"] for item in listed.reported["items"] if item["name"] == "A_KEY"} == {"personal", "workspace"}
+    assert "hush" not in listed.out and set(listed.reported) - {"platform_url"} == PAGE | G
+    (only,) = osmosis.json("secret", "list", "--scope", "workspace").reported["items"]
     assert (only["name"], only["scope"]) == ("A_KEY", "workspace")
     assert osmosis.json("secret", "delete", "A_KEY").error["code"] == "INTERACTIVE_REQUIRED"
     for scope in ("personal", "workspace"):
-        gone = osmosis.json("secret", "delete", "A_KEY", "--scope", scope, "-y").told
+        gone = osmosis.json("secret", "delete", "A_KEY", "--scope", scope, "-y").reported
         assert gone["operation"] == "secret.delete" and {"name": "A_KEY", "scope": scope}.items() <= gone["resource"].items()
     assert osmosis.json("secret", "delete", "A_KEY", "-y").error["code"] == "NOT_FOUND"
 
 
 def test_models_are_two_lists_or_one(osmosis):
-    told = osmosis.json("model", "list").told
-    assert {"schema_version", "base_models", "lora_models", *G} <= set(told) and "items" not in told
-    assert set(told["base_models"]) == PAGE - {"schema_version"} and told["base_models"]["items"]
-    base = osmosis.json("model", "list", "--type", "base").told
+    answer = osmosis.json("model", "list").reported
+    assert {"schema_version", "base_models", "lora_models", *G} <= set(answer) and "items" not in answer
+    assert set(answer["base_models"]) == PAGE - {"schema_version"} and answer["base_models"]["items"]
+    base = osmosis.json("model", "list", "--type", "base").reported
     assert set(base) - {"active_deployments", "max_active_deployments"} == PAGE | G
     assert {"id", "model_name", "base_model", "creator_name", "created_at", "updated_at"} <= set(base["items"][0])
 
@@ -237,20 +237,20 @@ def test_rollouts_are_listed_once_a_repository_is_known(osmosis, controller, wor
     assert unknown["code"] == "NOT_FOUND" and "some/agents" in unknown["message"]
     commit(workspace, "rollouts/known/main.py")
     ControllerClient(controller["OSMOSIS_PLATFORM_URL"], controller["OSMOSIS_TOKEN"]).register_repository("some/agents", workspace)
-    told = osmosis.json("rollout", "list", "--branch", "main").told
-    assert set(told) == PAGE | G | {"branch"} and [item["name"] for item in told["items"]] == ["known"]
-    assert list(told["items"][0]) == ["id", "name", "is_active", "repo_full_name", "last_synced_commit_sha", "created_at"]
+    answer = osmosis.json("rollout", "list", "--branch", "main").reported
+    assert set(answer) == PAGE | G | {"branch"} and [item["name"] for item in answer["items"]] == ["known"]
+    assert list(answer["items"][0]) == ["id", "name", "is_active", "repo_full_name", "last_synced_commit_sha", "created_at"]
 
 
-def test_the_rollouts_of_a_plain_folder_are_listed(osmosis, tmp_path, monkeypatch):
+def test_rollouts_of_a_plain_folder_are_listed(osmosis, tmp_path, monkeypatch):
     plain = make_workspace(tmp_path / "plain")
     monkeypatch.chdir(plain)
     for name in ("b", "a", ".hidden"):
         (plain / "rollouts" / name).mkdir()
-    told = osmosis.json("rollout", "list", "--limit", "1").told
-    assert ([item["name"] for item in told["items"]], told["total_count"], told["has_more"]) == (["a"], 2, True)
-    assert list(told["items"][0]) == ["id", "name", "is_active", "repo_full_name", "last_synced_commit_sha", "created_at"]
-    assert [item["name"] for item in osmosis.json("rollout", "list", "--all").told["items"]] == ["a", "b"]
+    answer = osmosis.json("rollout", "list", "--limit", "1").reported
+    assert ([item["name"] for item in answer["items"]], answer["total_count"], answer["has_more"]) == (["a"], 2, True)
+    assert list(answer["items"][0]) == ["id", "name", "is_active", "repo_full_name", "last_synced_commit_sha", "created_at"]
+    assert [item["name"] for item in osmosis.json("rollout", "list", "--all").reported["items"]] == ["a", "b"]
 
 
 def commit(folder, file):
@@ -261,17 +261,17 @@ def commit(folder, file):
     subprocess.run(["git", *who, "commit", "-qm", "one"], cwd=folder, check=True)
 
 
-def test_an_experiment_without_its_rollout_or_dataset_is_refused_and_nothing_is_queued(osmosis, workspace):
+def test_experiment_with_missing_parts_is_refused(osmosis, workspace):
     file = workspace / "configs" / "eval" / "lost.toml"
     file.write_text(EXPERIMENT.format(rollout="lost", dataset="nowhere", secrets=""))
     asked = osmosis.json("eval", "submit", file).error
     assert asked["code"] == "INTERACTIVE_REQUIRED" and asked["details"]["summary"][0] == {"label": "Rollout", "value": "lost"}
     ran = osmosis.json("eval", "submit", file, "-y")
     assert (ran.code, ran.error["code"] in ("VALIDATION", "NOT_FOUND")) == (1, True)
-    assert osmosis.json("eval", "list").told["items"] == []
+    assert osmosis.json("eval", "list").reported["items"] == []
 
 
-def test_a_secret_that_is_not_kept_is_named(osmosis, workspace, uploaded):
+def test_secret_that_is_not_kept_is_named(osmosis, workspace, uploaded):
     file = workspace / "configs" / "eval" / "secretive.toml"
     file.write_text(EXPERIMENT.format(rollout="r", dataset="tables", secrets='"NOT_KEPT"'))
     folder = workspace / "rollouts" / "r"
@@ -282,27 +282,27 @@ def test_a_secret_that_is_not_kept_is_named(osmosis, workspace, uploaded):
 
 
 def test_doctor_names_the_workspace_as_the_controller_does(osmosis):
-    told = osmosis.json("doctor").told["resource"]
-    assert told["workspace"] == osmosis.json("auth", "whoami").told["data"]["workspace"]
-    assert told["git"] == {"identity": "some/agents", "remote_url": "https://github.com/Some/Agents.git"}
+    answer = osmosis.json("doctor").reported["resource"]
+    assert answer["workspace"] == osmosis.json("auth", "whoami").reported["data"]["workspace"]
+    assert answer["git"] == {"identity": "some/agents", "remote_url": "https://github.com/Some/Agents.git"}
 
 
 def test_without_an_address_the_controller_of_this_machine_is_used(osmosis, controller, home, monkeypatch):
     for name in controller:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PENSTOCK_HOME", str(home))
-    data = osmosis.json("auth", "whoami").told["data"]
+    data = osmosis.json("auth", "whoami").reported["data"]
     assert (data["source"], data["platform_url"]) == ("credentials", controller["OSMOSIS_PLATFORM_URL"])
-    assert osmosis.json("auth", "login").told["status"] == "noop" and osmosis.json("dataset", "list").code == 0
+    assert osmosis.json("auth", "login").reported["status"] == "noop" and osmosis.json("dataset", "list").code == 0
 
 
 @pytest.mark.slow
-def test_a_person_logs_in_by_a_code_that_somebody_approves(controller, workspace, tmp_path):
+def test_person_logs_in_by_a_code_that_somebody_approves(controller, workspace, tmp_path):
     url = controller["OSMOSIS_PLATFORM_URL"]
     place = {"OSMOSIS_PLATFORM_URL": url, "XDG_CONFIG_HOME": str(tmp_path)}
     with at_a_terminal(workspace, "auth", "login", **place) as (process, _):
         code = process.stderr.readline().removeprefix("Code: ").strip()
         ControllerClient(url, controller["OSMOSIS_TOKEN"]).approve(code)
         assert process.wait(60) == 0 and "Logged in" in process.stdout.read()
-    assert run_process(workspace, "auth", "whoami", "--json", **place).told["data"]["source"] == "credentials"
-    assert run_process(workspace, "auth", "logout", "-y", "--json", **place).told["resource"]["revoked"] is True
+    assert run_process(workspace, "auth", "whoami", "--json", **place).reported["data"]["source"] == "credentials"
+    assert run_process(workspace, "auth", "logout", "-y", "--json", **place).reported["resource"]["revoked"] is True

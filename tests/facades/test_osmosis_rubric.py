@@ -20,7 +20,7 @@ def evaluated(monkeypatch, answer, solution="It is 42.", **fields):
     return found, double
 
 
-def test_an_answer_is_scored_with_all_that_is_known_of_it(monkeypatch):
+def test_judge_gets_all_fields_of_an_answer(monkeypatch):
     fields = {"ground_truth": "42", "original_input": "6 x 7?", "metadata": {"level": 3}, "score_max": 10.0}
     found, double = evaluated(monkeypatch, says('{"score": 7, "explanation": "fine"}'), **fields)
     asked = double.asked[0]["messages"][1]["content"]
@@ -28,7 +28,7 @@ def test_an_answer_is_scored_with_all_that_is_known_of_it(monkeypatch):
     assert all(part in asked for part in ("Be right.", "It is 42.", "6 x 7?", '{"level": 3}', "0 to 10"))
 
 
-def test_a_conversation_is_scored_too(monkeypatch):
+def test_conversation_is_scored_too(monkeypatch):
     _, double = evaluated(monkeypatch, says('{"score": 1}'), [{"role": "assistant", "content": "hello"}], api_key="another")
     assert "assistant: hello" in double.asked[0]["messages"][1]["content"] and double.keys == ["Bearer another"]
 
@@ -48,11 +48,11 @@ def test_what_goes_wrong_has_the_error_of_its_kind(monkeypatch, answer, kind):
     assert (type(raised.value).__name__, raised.value.provider, raised.value.model) == (kind, "openai", "gpt-x")
 
 
-def test_a_missing_key_and_an_unknown_provider_are_told_before_anybody_is_asked(monkeypatch):
+def test_missing_key_and_unknown_provider_are_errors(monkeypatch):
     monkeypatch.delenv("OPENAI_API_KEY")
-    with pytest.raises(osmosis_ai.MissingAPIKeyError, match="no OPENAI_API_KEY"):
+    with pytest.raises(osmosis_ai.MissingAPIKeyError, match="OPENAI_API_KEY"):
         asyncio.run(osmosis_ai.evaluate_rubric("x", "y", "gpt-x"))
-    with pytest.raises(osmosis_ai.ProviderRequestError, match="no provider 'nobody'"):
+    with pytest.raises(osmosis_ai.ProviderRequestError, match="nobody"):
         asyncio.run(osmosis_ai.evaluate_rubric("x", "y", "nobody/gpt-x"))
-    with pytest.raises(ValueError, match="below score_max"):
+    with pytest.raises(ValueError, match="score_max"):
         asyncio.run(osmosis_ai.evaluate_rubric("x", "y", "gpt-x", score_min=1.0))

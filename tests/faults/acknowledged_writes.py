@@ -78,14 +78,14 @@ async def lines_of(pool: Pool) -> AsyncIterator[str]:
     async for group in all_groups(pool):
         assert wrong(group) == []
         yield f"group {group.id}"
-        for attempt in group.attempts:
+        for attempt in group.rollouts:
             steps += len(attempt.steps)
             for step in attempt.steps:
-                yield f"step {attempt.rollout.id} {step.index}"
+                yield f"step {attempt.ref.id} {step.index}"
             for grade in attempt.grades:
                 yield f"grade {grade.rollout_id}"
             if attempt.end:
-                yield f"end {attempt.rollout.id}"
+                yield f"end {attempt.ref.id}"
     for group_id, _ in await pool.trained():
         yield f"trained {group_id}"
     assert (await pool.stats()).steps == steps

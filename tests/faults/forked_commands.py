@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 
 MODULES = (
     "openai.resources.chat", "openai.resources.responses", "scripted", "httptools", "truststore", "uvicorn", "torch._dynamo",
-    "penstock.cli.app", "penstock.cli.eval_view", "penstock.cli.live", "penstock.evals.run", "penstock.gateway.dialects.messages",
+    "penstock.cli.app", "penstock.view.eval_view", "penstock.view.live", "penstock.evals.run", "penstock.gateway.dialects.messages",
     "penstock.gateway.dialects.responses", "penstock.http.server", "penstock.pool.sqlite", "penstock.view.export",
-    "penstock.rollout.executors.inline", "penstock.train.advantages.grpo", "penstock.train.losses.clip", "penstock.train.run",
-    "penstock.train.verify", "penstock.workspace.opening",
+    "penstock.rollout.executors.inline", "penstock.train.advantages.grpo", "penstock.train.losses.clip", "penstock.train.trainer",
+    "penstock.train.verify", "penstock.run.config_file",
 )  # fmt: skip
 """Imported once, for all children. Nothing is computed here, so that no thread exists when they are forked."""
 SCRIPTS = Path(__file__).parent / "killed_run"

@@ -20,13 +20,13 @@ sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("helpers", "
 
 from penstock.chat.renderer import Renderer
 from penstock.gateway import Gateway, auth, session
-from penstock.gateway.call import GatewayLimits
-from penstock.gateway.flows import reward_by_rule
+from penstock.gateway.request import GatewayLimits
 from penstock.http import server
 from penstock.http.listen import bind
 from penstock.pool import POOLS
 from penstock.records import Sampling
 from penstock.testing import ScriptedEngine, write_tokenizer
+from penstock_compat.gateway.routes import reward_by_rule
 
 SECRET = b"a secret for tests only"
 TICK_S = 0.005
@@ -67,14 +67,14 @@ class LoopMonitor:
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        told = {
+        reported = {
             "rss_mb": rss_mb(),
             "peak_mb": peak,
             "stall_s": self.longest_s,
             "wall_stall_s": self.longest_wall_s,
             "stalls": [*self.stalls],
         }
-        return told | {"errors": self.errors[:20], "tasks": len(asyncio.all_tasks())}
+        return reported | {"errors": self.errors[:20], "tasks": len(asyncio.all_tasks())}
 
 
 class ErrorList(logging.Handler):
@@ -143,10 +143,10 @@ async def controller(folder):
     import api_cases
     from served_controller import ROWS, ControllerClient, add_training
 
-    from penstock.controller.api.app import make_app, serve_controller
-    from penstock.controller.api.auth import ApiTokens
-    from penstock.controller.context import ControllerLimits, open_controller
-    from penstock.controller.home import Home
+    from penstock_controller.api.app import make_app, serve_controller
+    from penstock_controller.api.auth import ApiTokens
+    from penstock_controller.context import ControllerLimits, open_controller
+    from penstock_controller.home import Home
 
     limits = ControllerLimits(runs=0, queued=5, snapshot_mb=1, dataset_mb=1)
     async with (
@@ -189,10 +189,10 @@ async def rollout(folder):
     from rollout_cases import good_grade
     from server_cases import backend_of, said
 
-    from penstock.rollout.executors.server_callbacks import CallbackListener
-    from penstock.rollout.server.app import create_rollout_server, serving
-    from penstock.rollout.server.delivery import DeliveryPolicy
-    from penstock.rollout.server.rollouts import ServerLimits
+    from penstock_compat.rollout_server.app import create_rollout_server, serving
+    from penstock_compat.rollout_server.delivery import DeliveryPolicy
+    from penstock_compat.rollout_server.executor_callbacks import CallbackListener
+    from penstock_compat.rollout_server.rollouts import ServerLimits
 
     async def no_transcripts(rollout_id):
         return {}

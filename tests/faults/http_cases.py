@@ -141,8 +141,8 @@ async def reply(send, body, status=200, headers=()):
 async def echo(scope, receive, send):
     body, whole = await read(receive)
     if whole:
-        told = {key: str(scope[key]) for key in ("method", "path", "http_version")}
-        await reply(send, json.dumps(told | {"body": body.decode("latin-1"), "headers": len(scope["headers"])}).encode())
+        reported = {key: str(scope[key]) for key in ("method", "path", "http_version")}
+        await reply(send, json.dumps(reported | {"body": body.decode("latin-1"), "headers": len(scope["headers"])}).encode())
 
 
 async def stream(scope, receive, send):

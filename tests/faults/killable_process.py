@@ -33,10 +33,10 @@ class KillableProcess:
         self._child = int((await self.read_line()).removeprefix("started "))
 
     async def read_line(self) -> str:
-        """Return the child's next line; raises AssertionError if the child exited by itself."""
+        """Return the child's next line; raises AssertionError if the child exited on its own."""
         assert self._parent.stdout is not None
         line = (await asyncio.wait_for(self._parent.stdout.readline(), 60)).decode().strip()
-        assert line not in ("", "exited"), "the child ended by itself"
+        assert line not in ("", "exited"), "the child ended on its own"
         return line
 
     async def kill(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""Rollouts that come and go in one process, by the thousand: opened, answered, graded, ended, trained. It tells its size."""
+"""Rollouts that come and go in one process, by the thousand: opened, answered, graded, ended, trained. It reports its size."""
 
 import asyncio
 import gc
@@ -14,7 +14,7 @@ from penstock.chat.renderer import Renderer
 from penstock.gateway import app, auth, session, sources
 from penstock.pool.base import Pool
 from penstock.pool.sqlite import SqlitePool
-from penstock.records import End, Grade, Rollout, Sampling, Task, make_rollout
+from penstock.records import End, Grade, RolloutRef, Sampling, Task, make_rollout
 from penstock.testing import GatewayFixture, ScriptedEngine, workbench
 
 SIZE = 200
@@ -29,7 +29,7 @@ def lower_bounds() -> None:
     sources.RootCache = partial(sources.RootCache, max_tokens=BOUND * 100)  # type: ignore[misc]
 
 
-async def live(bench: GatewayFixture, rollout: Rollout) -> None:
+async def live(bench: GatewayFixture, rollout: RolloutRef) -> None:
     """One rollout from its opening to its end."""
     session = bench.gateway.open(rollout, Sampling(max_tokens=64))
     status, _ = await Client(bench.gateway, session, messages=[{"role": "user", "content": f"{rollout.id}?"}]).answer()

@@ -10,7 +10,7 @@ from killable_process import fork_on_request, write_line
 
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
-from penstock.records import End, Grade, Group, Lease, Node, Rollout, Sampling, Step, Task, make_rollout
+from penstock.records import End, Grade, Group, Lease, Node, RolloutRef, Sampling, Step, Task, make_rollout
 
 LANES, PLACES, STEPS, CLAIMED = 12, 2, 15, 3
 TASK = Task(id="t", prompt=({"role": "user", "content": "go"},))
@@ -20,7 +20,9 @@ def make_node(rollout_id: str, index: int) -> Node:
     """Different for each step, so that a mix-up shows."""
     parent = index - 1 if index else None
     chain = f"{rollout_id} n{index}"
-    return Node(rollout_id=rollout_id, id=index, parent=parent, token_ids=(index,) * 50, chain=chain, messages=TASK.prompt)
+    return Node(
+        rollout_id=rollout_id, id=index, parent=parent, token_ids=(index,) * 50, messages_digest=chain, messages=TASK.prompt
+    )
 
 
 def make_step(rollout_id: str, index: int) -> Step:
@@ -36,18 +38,18 @@ def make_step(rollout_id: str, index: int) -> Step:
         sampling=Sampling(),
         finish="stop",
         message={"role": "assistant", "content": f"{rollout_id} says {index}"},
-        chain=f"{rollout_id} s{index}",
+        messages_digest=f"{rollout_id} s{index}",
     )
 
 
 class Worker:
-    """Writes groups and trains them; `say` is told of everything once it is durable."""
+    """Writes groups and trains them; `say` is notified of everything once it is durable."""
 
     def __init__(self, pool: Pool, say: Callable[[str], None], *, lease_s: float = 60.0) -> None:
         self._pool, self._say, self._lease_s = pool, say, lease_s
 
     async def work(self, *, takes_up: bool) -> None:
-        """Go on with what an earlier process left, where that one is dead, then with new groups; a trainer works beside."""
+        """Continue with what an earlier process left, where that one is dead, then with new groups; a trainer works in parallel."""
         left = iter(await self._pool.unfinished("train") if takes_up else [])
         if takes_up:
             await self._pool.release()
@@ -59,21 +61,21 @@ class Worker:
     async def _write_groups(self, left: Iterator[Group]) -> None:
         while True:
             group = next(left, None)
-            rollouts = [a.rollout for a in group.attempts if a.end is None] if group else await self._open_group()
+            rollouts = [a.ref for a in group.rollouts if a.end is None] if group else await self._open_group()
             async with asyncio.TaskGroup() as tasks:
                 for rollout in rollouts:
                     tasks.create_task(self._write_rollout(rollout))
 
-    async def _open_group(self) -> list[Rollout]:
+    async def _open_group(self) -> list[RolloutRef]:
         name = f"train-{secrets.token_hex(6)}"
         rollouts = [make_rollout(name, TASK.id, place) for place in range(PLACES)]
         await self._pool.open_group(TASK, rollouts, seq=None)
         self._say(f"group {name}")
         return rollouts
 
-    async def _write_rollout(self, rollout: Rollout) -> None:
+    async def _write_rollout(self, rollout: RolloutRef) -> None:
         """Its steps from the first that is not there, its grade, its end."""
-        before = await self._pool.attempt(rollout.id)
+        before = await self._pool.rollout(rollout.id)
         for index in range(len(before.steps), STEPS):
             await self._pool.append(make_step(rollout.id, index), make_node(rollout.id, index))
             self._say(f"step {rollout.id} {index}")
@@ -109,8 +111,8 @@ class Worker:
 def wrong(group: Group) -> list[str]:
     """What is not as some process wrote it."""
     found: list[str] = []
-    for attempt in group.attempts:
-        name, count = attempt.rollout.id, len(attempt.steps)
+    for attempt in group.rollouts:
+        name, count = attempt.ref.id, len(attempt.steps)
         if list(attempt.steps) != [make_step(name, index) for index in range(count)]:
             found.append(f"steps of {name}")
         if list(attempt.nodes) != [make_node(name, index) for index in range(count)]:
@@ -121,7 +123,7 @@ def wrong(group: Group) -> list[str]:
 
 
 def live() -> None:
-    """Run until killed: `alone` (resumes unfinished groups), `beside` other workers, or only `holds` a lease."""
+    """Run until killed: `alone` (resumes unfinished groups), `with_others`, or only `holds` a lease."""
     name, folder, url, how, lease_s = sys.argv[1:]
 
     async def whole() -> None:

@@ -19,11 +19,10 @@ from penstock.config import load_config
 from penstock.engines.embedded.decoder import Decoder, read_decoder_shape
 from penstock.engines.embedded.weights import save_decoder
 from penstock.pool.sqlite import SqlitePool
-from penstock.records import Attempt
+from penstock.records import Rollout
 from penstock.run.inputs import read_inputs
 from penstock.testing import write_tokenizer
-from penstock.train.run import train
-from penstock.train.summary import Summary
+from penstock.train.trainer import Summary, train
 
 HERE = Path(__file__).parent
 DEADLINE_S = 120.0
@@ -50,7 +49,7 @@ checkpoints_kept = 1000
 
 
 class Server:
-    """A server in a process of its own, which tells of every reply."""
+    """A server in its own process, which reports every reply."""
 
     def __init__(self, process: "subprocess.Popen[bytes]") -> None:
         self._process = process
@@ -131,22 +130,22 @@ class Run:
         lines = [json.loads(line) for line in (self.folder / "notes.txt").read_text().splitlines()]
         return [line[1:] for line in lines if line[0] == kind]
 
-    def attempts(self) -> list[Attempt]:
+    def attempts(self) -> list[Rollout]:
         """All that was recorded, attempts that others took the place of included."""
 
-        async def read() -> list[Attempt]:
+        async def read() -> list[Rollout]:
             pool = SqlitePool(self.folder / "runs/run")
             try:
                 groups = await pool.groups("train", limit=10_000)
-                return [await pool.attempt(one.id) for group in groups for one in await pool.rollouts(group.id)]
+                return [await pool.rollout(one.id) for group in groups for one in await pool.rollout_refs(group.id)]
             finally:
                 await pool.close()
 
         return asyncio.run(read())
 
-    def lost(self, attempts: list[Attempt]) -> list[str]:
+    def lost(self, attempts: list[Rollout]) -> list[str]:
         """Answers that an agent got and the pool does not have as the agent saw them."""
-        kept = {(a.rollout.id, f"chatcmpl-{step.answer}", step.message.get("content")) for a in attempts for step in a.steps}
+        kept = {(a.ref.id, f"chatcmpl-{step.answer}", step.message.get("content")) for a in attempts for step in a.steps}
         return [answer for rollout, answer, text in self.notes("answered") if (rollout, answer, text) not in kept]
 
 

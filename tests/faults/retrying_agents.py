@@ -110,7 +110,7 @@ class Agents:
         """The pool holds one step for each answer and no other; steps are numbered without gaps; each rollout ended once."""
         lost = extra = 0
         for rollout_id, received in self.received.items():
-            attempt = await pool.attempt(rollout_id)
+            attempt = await pool.rollout(rollout_id)
             stored = {step.answer: step.message["content"] for step in attempt.steps}
             lost += sum(stored.get(name) != text for name, text in received.items())
             extra += len(attempt.steps) - len(received)
@@ -130,8 +130,7 @@ async def kill_gateways(folder: Path, pool: Pool, *, where: tuple[str, str], gat
     model, (name, url) = write_tokenizer(folder / "model"), where
     async with AsyncExitStack() as stack:
         parents = [
-            await stack.enter_async_context(killable_process(GATEWAY_PROCESS, model, name, folder, url, number, gateways))
-            for number in range(gateways)
+            await stack.enter_async_context(killable_process(GATEWAY_PROCESS, model, name, folder, url)) for _ in range(gateways)
         ]
         addresses = [Address(parent) for parent in parents]
         for address in addresses:

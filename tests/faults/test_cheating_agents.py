@@ -1,6 +1,6 @@
 """Agents that try to grade themselves and to read what only their grader may see: the same attempts under every executor.
 
-No forged grade counts anywhere. Where the executor isolates, nothing is even readable; where it cannot, it says so at the start.
+No forged grade counts anywhere. An executor that isolates lets them read nothing; one that cannot reports it at the start.
 """
 
 import json
@@ -19,7 +19,7 @@ import pytest
 from cli_cases import environment, penstock
 from eval_cases import attempts
 
-from penstock.records import Attempt, End
+from penstock.records import End, Rollout
 from penstock.rollout.runner import FORGED_GRADE
 from penstock.system.sandbox import choose_sandbox
 
@@ -57,7 +57,7 @@ OPEN = ("inline", "process without a sandbox", "ray", "server")
 @dataclass(frozen=True)
 class CheatingRun:
     folder: Path
-    attempts: list[Attempt]
+    attempts: list[Rollout]
     found: dict[str, list[dict[str, Any]]]
     """By cheat: what its agents could read, and the answers that they got."""
     events: list[dict[str, Any]]
@@ -106,7 +106,7 @@ def evaluate(project: Path, config: str) -> CheatingRun:
 
 
 @pytest.mark.parametrize("executor", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in EXECUTORS])
-def test_no_forged_grade_counts_and_nothing_is_readable_where_the_executor_isolates(tmp_path: Path, executor: str) -> None:
+def test_forged_grades_do_not_count_and_secrets_stay_hidden(tmp_path: Path, executor: str) -> None:
     if executor == "server":
         shutil.copytree(CHEATING, tmp_path, dirs_exist_ok=True)
         with rollout_server(tmp_path) as url:

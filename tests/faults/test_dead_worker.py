@@ -39,7 +39,7 @@ def make_test(folder: Path, files: dict[str, str], *more: str) -> subprocess.Com
     return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
 
 
-def test_a_dead_worker_ends_the_run_and_its_test_is_named(tmp_path):
+def test_dead_worker_ends_run_and_its_test_is_named(tmp_path):
     done = make_test(tmp_path, {"a": DIES, "b": WAITS, "c": WAITS, "d": WAITS})
     assert done.returncode == 1
     assert re.search(r"worker gw\d died .* in test_a\.py::test_dies", done.stdout)
@@ -53,6 +53,6 @@ def test_a_worker_stuck_in_c_code_ends_the_run(tmp_path):
 
 
 @pytest.mark.soak
-def test_a_thread_that_never_ends_does_not_keep_the_run_from_its_end(tmp_path):
+def test_thread_that_never_ends_does_not_keep_run_from_end(tmp_path):
     done = make_test(tmp_path, {"a": HOLDS_ON, "b": "def test_b(): pass"})
     assert (done.returncode, "2 passed" in done.stdout) == (0, True)

@@ -1,4 +1,4 @@
-"""A disk that is full: the gateway says so and when to come again, lives on, and serves by itself once there is room."""
+"""A disk that is full: the gateway reports this and when to come again, lives on, and serves on its own once there is room."""
 
 import asyncio
 import os
@@ -13,8 +13,7 @@ import pytest
 
 from penstock.chat.renderer import Renderer
 from penstock.gateway.auth import GatewayTokens
-from penstock.pool.check import check_file
-from penstock.pool.sqlite import SqlitePool
+from penstock.pool.sqlite import SqlitePool, check_file
 from penstock.records import End
 from penstock.testing import ScriptedEngine, workbench, write_tokenizer
 
@@ -57,7 +56,7 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Path,
     subprocess.run(["umount", "-l", folder], check=True)
 
 
-def test_a_full_disk_is_a_503_and_served_again_once_there_is_room(disk, tmp_path: Path) -> None:
+def test_full_disk_is_503_and_served_again_when_space_returns(disk, tmp_path: Path) -> None:
     folder, filled = disk
     renderer = Renderer.load(write_tokenizer(tmp_path / "model"))
     answered, refused = Counter[str](), Counter[str]()

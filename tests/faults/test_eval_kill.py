@@ -1,4 +1,4 @@
-"""An evaluation of more than a thousand rollouts, killed twice: the same command goes on and repeats nothing that had ended."""
+"""An evaluation of more than a thousand rollouts, killed twice: the same command continues and repeats nothing that had ended."""
 
 import asyncio
 import json
@@ -44,18 +44,12 @@ rollout.concurrency = {AT_ONCE}
 """
 
 
-@pytest.fixture
-def project(tmp_path) -> Path:
-    (tmp_path / "agent.py").write_text(AGENT)
-    (tmp_path / "eval.toml").write_text(CONFIG)
-    rows = [{"prompt": f"{n} times 3?", "metadata": {"n": n}} for n in range(ROWS)]
-    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return tmp_path
+pytestmark = pytest.mark.project(agent=AGENT, config=CONFIG, name="eval.toml", tasks=ROWS)
 
 
 def started(project: Path, life: int, *, held_row: int = -1) -> subprocess.Popen[str]:
     """The command, just begun. It does not end before the rollouts of the held row, which wait for ever."""
-    command = [sys.executable, "-c", "from penstock.cli import main; main()", "eval", "run", "eval.toml", "--json"]
+    command = [sys.executable, "-c", "from penstock.cli.app import main; main()", "eval", "run", "eval.toml", "--json"]
     named = os.environ | {"PYTHONPATH": str(ENGINE), "LIFE": str(life), "HELD_ROW": str(held_row)}
     return subprocess.Popen(command, cwd=project, env=named, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -82,7 +76,7 @@ def places(project: Path) -> set[str]:
 async def ends(project: Path) -> dict[str, End | None]:
     """Of the rollouts that count, by their id."""
     async with open_evaluation(project / "runs/evals/killed") as found:
-        return {attempt.rollout.id: attempt.end async for group in found.groups() for attempt in group.attempts}
+        return {attempt.ref.id: attempt.end async for group in found.groups() for attempt in group.rollouts}
 
 
 def place(rollout_id: str) -> str:

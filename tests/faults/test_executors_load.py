@@ -65,7 +65,7 @@ async def run_all(renderer, numbers):
         async with asyncio.TaskGroup() as group:
             for number, rollout in rollouts.items():
                 group.create_task(runner.run(rollout, make_task(number), Sampling(max_tokens=32)))
-        return {number: await bench.pool.attempt(rollout.id) for number, rollout in rollouts.items()}
+        return {number: await bench.pool.rollout(rollout.id) for number, rollout in rollouts.items()}
 
 
 def contexts():
@@ -80,6 +80,6 @@ def test_thousand_rollouts_at_once_end_with_their_own_words(tmp_path):
     assert [attempt.end for attempt in attempts.values()] == [End.COMPLETED] * ROLLOUTS
     for number, attempt in attempts.items():
         assert attempt.reward == 1.0
-        assert [(step.rollout_id, step.message["content"]) for step in attempt.steps] == [(attempt.rollout.id, f"word{number}")] * 3
+        assert [(step.rollout_id, step.message["content"]) for step in attempt.steps] == [(attempt.ref.id, f"word{number}")] * 3
         assert transcripts(attempt)["main"].messages[0]["content"] == f"word{number}"
     assert contexts() - before == set()

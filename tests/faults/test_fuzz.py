@@ -36,14 +36,14 @@ class Answer:
         """What is wrong with the answer."""
         if self.status >= 400 and request.method != "HEAD":
             try:
-                told = json.loads(self.body)
-            except ValueError:  # of a wrong range, Starlette tells in plain text
+                reported = json.loads(self.body)
+            except ValueError:  # of a wrong range, Starlette reports in plain text
                 return (
                     None
                     if self.status in (400, 416) and "text/plain" in self.headers["content-type"]
                     else f"no JSON: {self.body[:200]!r}"
                 )
-            if not (told.get("error") or told.get("detail")):
+            if not (reported.get("error") or reported.get("detail")):
                 return f"{self.status} without a reason: {self.body[:200]!r}"
         if self.status < 500 or self._may_fail(request):
             return None

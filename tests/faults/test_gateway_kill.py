@@ -1,4 +1,4 @@
-"""Gateways killed with SIGKILL under load, again and again: what agents were told is stored once, and the next one goes on."""
+"""Gateways killed with SIGKILL under load, again and again: what agents received is stored once, and the next one continues."""
 
 import asyncio
 from pathlib import Path
@@ -7,8 +7,7 @@ import pytest
 from killable_process import times
 from retrying_agents import kill_gateways
 
-from penstock.pool.check import check_file
-from penstock.pool.sqlite import SqlitePool
+from penstock.pool.sqlite import SqlitePool, check_file
 
 
 @pytest.mark.slow

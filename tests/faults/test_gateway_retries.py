@@ -6,16 +6,10 @@ import random
 import pytest
 from gateway_client import RETRY, Client
 
-from penstock.chat.renderer import Renderer
 from penstock.records import Sampling
-from penstock.testing import ScriptedEngine, ScriptedReply, memory_pool, workbench, write_tokenizer
+from penstock.testing import ScriptedEngine, ScriptedReply, memory_pool, workbench
 
 PATHS = ["/v1/chat/completions", "/v1/messages", "/v1/responses"]
-
-
-@pytest.fixture(scope="module")
-def renderer(tmp_path_factory):
-    return Renderer.load(write_tokenizer(tmp_path_factory.mktemp("model")))
 
 
 def run(renderer, script, steps, **options):
@@ -42,7 +36,7 @@ async def joined(bench, count):
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_retry_joins_the_call_in_flight_and_both_get_the_same_bytes(renderer, path, stream):
+def test_retry_joins_call_in_flight_and_both_get_same_bytes(renderer, path, stream):
     async def steps(bench, session, engine):
         first = ask(bench, session, path=path, stream=stream)
         await engine.stalled.wait()
@@ -57,7 +51,7 @@ def test_a_retry_joins_the_call_in_flight_and_both_get_the_same_bytes(renderer, 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_who_joined_gets_the_answer_although_the_first_caller_hung_up(renderer, stream):
+def test_who_joined_gets_the_answer_although_the_first_caller_disconnected(renderer, stream):
     async def steps(bench, session, engine):
         first = ask(bench, session, stream=stream)
         await engine.stalled.wait()
@@ -95,7 +89,7 @@ def test_when_all_have_hung_up_the_engine_is_free(renderer):
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_that_got_lost_is_sent_again_byte_for_byte(renderer, path, stream):
+def test_answer_that_got_lost_is_sent_again_byte_for_byte(renderer, path, stream):
     async def steps(bench, session, engine):
         first = await ask(bench, session, path=path, stream=stream).answer()
         assert await ask(bench, session, RETRY, path=path, stream=stream).answer() == first
@@ -118,7 +112,7 @@ def test_another_gateway_gives_the_same_bytes_from_the_record(renderer, path):
     asyncio.run(main())
 
 
-def test_an_idempotency_key_is_a_retry_mark_for_the_same_body_only(renderer):
+def test_idempotency_key_is_retry_mark_for_same_body_only(renderer):
     async def steps(bench, session, engine):
         key = (b"idempotency-key", b"k1")
         first = await ask(bench, session, key).answer()

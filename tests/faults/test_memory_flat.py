@@ -19,9 +19,9 @@ from penstock.testing import write_tokenizer
 def test_memory_is_flat_however_many_rollouts_come_and_go(tmp_path: Path) -> None:
     rollouts, model = times(100_000), write_tokenizer(tmp_path / "model")
     command = [sys.executable, many_rollouts.__file__, model, tmp_path / "store", str(rollouts)]
-    told = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ | ALLOCATOR).stdout
+    reported = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ | ALLOCATOR).stdout
     numbers, sizes, blocks = zip(
-        *(json.loads(line) for line in told.splitlines()[rollouts // many_rollouts.SIZE // 3 :]), strict=True
+        *(json.loads(line) for line in reported.splitlines()[rollouts // many_rollouts.SIZE // 2 :]), strict=True
     )
     per_rollout, kept = (statistics.linear_regression(numbers, values).slope for values in (sizes, blocks))
     print(f"{rollouts} rollouts: {per_rollout:.0f} bytes and {kept:.3f} objects more with each; {sizes[-1] >> 20} MiB at the end")

@@ -14,9 +14,10 @@ import pytest
 
 from penstock.errors import PoolError
 from penstock.pool.base import Pool
-from penstock.pool.check import PoolFinding, check_file
-from penstock.pool.sqlite import SqlitePool
-from penstock.records import End, Grade, Mark, Node, Sampling, Step, Task, make_rollout
+from penstock.pool.check import PoolFinding
+from penstock.pool.sqlite import SqlitePool, check_file
+from penstock.records import End, Grade, Mark, Task, make_rollout
+from penstock.testing import make_node, make_step
 
 FULL = os.environ.get("PENSTOCK_FAULTS") == "full"
 HITS = 1000 if FULL else 50
@@ -40,7 +41,7 @@ async def fill(pool: Pool) -> None:
         for rollout in rollouts if seq < 6 else rollouts[1:]:
             name = f"{rollout.group_id}.{rollout.place}.{2 if seq == 2 and rollout.place == 0 else 1}"
             end = End.COMPLETED if rollout.place else End.AGENT_ERROR
-            await pool.end(name, end, "" if rollout.place else f"ValueError: {name} could not go on")
+            await pool.end(name, end, "" if rollout.place else f"ValueError: {name} could not continue")
         if seq < 2:
             lease = await pool.claim(1, version=seq, max_staleness=9, lease_s=1e6)
             assert lease is not None
@@ -54,27 +55,23 @@ async def play(pool: Pool, rollout_id: str, seq: int) -> None:
     dice = random.Random(rollout_id)
     for index in range(STEPS):
         ids = tuple(dice.randrange(50_000) for _ in range(dice.randrange(1, 90)))
-        node = Node(
-            rollout_id=rollout_id,
-            id=index,
+        node = make_node(
+            rollout_id,
+            index,
+            ids,
             parent=index - 1 if index else None,
-            token_ids=ids,
-            chain=f"n{index}",
+            messages_digest=f"n{index}",
             messages=({"role": "user", "content": f"{rollout_id} asks {index}"},),
             reason="history_edited" if index == 3 else None,
         )
-        step = Step(
-            rollout_id=rollout_id,
-            index=index,
-            node=index,
-            transcript="main",
-            completion_ids=ids[::-1],
+        step = make_step(
+            rollout_id,
+            index,
+            ids[::-1],
             logprobs=tuple(-dice.random() for _ in ids),
             versions=(seq,) * len(ids),
-            sampling=Sampling(),
-            finish="stop",
             message={"role": "assistant", "content": f"{rollout_id} says {index}"},
-            chain=f"s{index}",
+            messages_digest=f"s{index}",
         )
         await pool.append(step, node)
     await pool.grade(Grade(rollout_id=rollout_id, reward=dice.random(), source="grader"))
@@ -82,7 +79,7 @@ async def play(pool: Pool, rollout_id: str, seq: int) -> None:
 
 
 async def read(folder: Path, names: list[str]) -> dict[str, Any]:
-    """All that a pool tells, each thing by itself; None where it was refused."""
+    """All that a pool reports, each thing alone; None where it was refused."""
     seen: dict[str, Any] = {}
 
     async def ask(name: str, answer: Any) -> None:
@@ -97,7 +94,7 @@ async def read(folder: Path, names: list[str]) -> dict[str, Any]:
         return {}
     try:
         for name in names:
-            await ask(f"attempt {name}", pool.attempt(name))
+            await ask(f"attempt {name}", pool.rollout(name))
             await ask(f"task {name}", pool.task(name))
         for channel in ("train", "val"):
             await ask(f"stats {channel}", pool.stats(channel))
@@ -141,7 +138,7 @@ def names_in(original: dict[str, Any]) -> list[str]:
 
 
 def try_hits(folder: Path, first: int, count: int) -> None:
-    """In a process of its own: hit the file again and again, and print what became of each."""
+    """In its own process: hit the file again and again, and print what became of each."""
     whole, original = (folder / "whole.db").read_bytes(), json.loads((folder / "original.json").read_text())
     for number in range(first, first + count):
         kind, damaged = hit(whole, random.Random(number))
@@ -153,41 +150,41 @@ def try_hits(folder: Path, first: int, count: int) -> None:
         refused = [name for name in original if seen.get(name) is None]
         changed = [name for name in original if seen.get(name) is not None and seen[name] != original[name]]
         wrong = [name for name in changed if not name.startswith("stats")]
-        told = {"number": number, "kind": kind, "findings": len(found), "refused": len(refused), "wrong": wrong}
+        reported = {"number": number, "kind": kind, "findings": len(found), "refused": len(refused), "wrong": wrong}
         unnamed = [name for name in refused + changed if not is_named(name, found)]
-        print(json.dumps({**told, "unnamed": unnamed, "first": found[:3]}), flush=True)
+        print(json.dumps({**reported, "unnamed": unnamed, "first": found[:3]}), flush=True)
         for file in place.iterdir():
             file.unlink()
         place.rmdir()
 
 
 def is_named(name: str, found: list[PoolFinding]) -> bool:
-    """Whether what was hit is among the findings: by its rollout or group, or as a fault of the file that no row can be told of."""
+    """Whether what was hit is among the findings: by its rollout or group, or as a fault of the whole file."""
     kind, _, what = name.partition(" ")
     if kind in ("stats", "trained"):
         return bool(found)
     group = what if kind == "group" else what.rsplit(".", 2)[0]
-    told = [finding.table == "file" or what in finding.id or what in finding.what for finding in found]
+    reported = [finding.table == "file" or what in finding.id or what in finding.what for finding in found]
     whole = [kind != "attempt" and group in f"{finding.id} {finding.what}" for finding in found]
-    return any(told) or any(whole)
+    return any(reported) or any(whole)
 
 
 @pytest.fixture(scope="module")
 def pool_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A closed pool, and what it tells."""
+    """A closed pool, and what it reports."""
 
     async def write(folder: Path) -> dict[str, Any]:
         pool = SqlitePool(folder)
         await fill(pool)
         rollouts = [
-            rollout.id for seq in range(GROUPS) for rollout in await pool.rollouts(f"{'val' if seq == 5 else 'train'}-{seq}")
+            rollout.id for seq in range(GROUPS) for rollout in await pool.rollout_refs(f"{'val' if seq == 5 else 'train'}-{seq}")
         ]
         await pool.close()
         return await read(folder, rollouts)
 
     folder = tmp_path_factory.mktemp("damage")
     original = asyncio.run(write(folder))
-    original = {name: told for name, told in original.items() if told is not None}
+    original = {name: reported for name, reported in original.items() if reported is not None}
     assert sum(name.startswith("attempt") for name in original) == GROUPS * SIZE + 1
     assert sum(name.startswith("group") for name in original) == GROUPS
     (folder / "original.json").write_text(json.dumps(original))
@@ -197,7 +194,7 @@ def pool_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_damaged_file_is_never_read_wrongly_and_verify_names_what_was_hit(pool_folder: Path) -> None:
+def test_damaged_file_is_never_misread_and_verify_names_the_damage(pool_folder: Path) -> None:
     assert check_file(pool_folder / "whole.db", lambda done, total: None).findings == []
     hits: list[dict[str, Any]] = []
     for first in range(0, HITS, BATCH):

@@ -11,16 +11,16 @@ from weight_server import logprob_of
 
 from penstock.engines.embedded.decoder import Decoder, causal
 from penstock.engines.embedded.weights import load_decoder
-from penstock.records import Attempt, End
+from penstock.records import End, Rollout
 from penstock.train.sequences import read_graph
 
 
-def spans(attempts: list[Attempt]) -> int:
+def spans(attempts: list[Rollout]) -> int:
     """Replies that went on over a publication."""
     return sum(len(set(step.versions)) > 1 for attempt in attempts for step in attempt.steps)
 
 
-def told(run: Run, attempts: list[Attempt], failed: int) -> str:
+def reported(run: Run, attempts: list[Rollout], failed: int) -> str:
     steps = [step for attempt in attempts for step in attempt.steps]
     return (
         f"{len(run.published)} publications under load, {run.per_s:.1f} a second; {len(steps)} steps recorded, "
@@ -31,20 +31,20 @@ def told(run: Run, attempts: list[Attempt], failed: int) -> str:
 
 
 @pytest.mark.slow
-def test_with_two_servers_no_call_fails_and_every_token_has_its_servers_version(tmp_path: Path) -> None:
+def test_no_call_fails_and_tokens_carry_their_servers_version(tmp_path: Path) -> None:
     with weight_server("made-up") as one, weight_server("made-up") as two:
         steps = 10 + times(100)
         run = Run(tmp_path, f'engine={{name="vllm", url=["{one.url}", "{two.url}"]}}', f"train.steps={steps}")
         summary = run.train()
     attempts = run.attempts()
-    print(told(run, attempts, len(run.notes("failed"))))
+    print(reported(run, attempts, len(run.notes("failed"))))
     assert summary.steps == len(run.published) == steps
     assert run.notes("failed") == [] and run.lost(attempts) == []
     assert wrong_versions(attempts) == [] and spans(attempts) > 0
 
 
 @pytest.mark.slow
-def test_one_of_two_servers_killed_takes_only_what_it_was_answering_with_it(tmp_path: Path) -> None:
+def test_killed_server_loses_only_its_running_calls(tmp_path: Path) -> None:
     with weight_server("made-up") as one, weight_server("made-up") as two:
         steps = 10 + times(100)
         run = Run(tmp_path, f'engine={{name="vllm", url=["{one.url}", "{two.url}"]}}', f"train.steps={steps}")
@@ -52,8 +52,8 @@ def test_one_of_two_servers_killed_takes_only_what_it_was_answering_with_it(tmp_
         summary = run.train()
     attempts = run.attempts()
     failed = run.notes("failed")
-    ended = {attempt.rollout.id: attempt for attempt in attempts if attempt.end not in (End.COMPLETED, End.CANCELLED)}
-    print(told(run, attempts, len(failed)))
+    ended = {attempt.ref.id: attempt for attempt in attempts if attempt.end not in (End.COMPLETED, End.CANCELLED)}
+    print(reported(run, attempts, len(failed)))
     print(f"one of two servers killed with {one.replying} replies under way: {len(ended)} rollouts ended with it: {sorted(ended)}")
     assert one.replying > 0
     assert summary.steps == steps and run.lost(attempts) == [] and wrong_versions(attempts) == []
@@ -62,12 +62,12 @@ def test_one_of_two_servers_killed_takes_only_what_it_was_answering_with_it(tmp_
 
 
 @pytest.mark.slow
-def test_with_the_embedded_engine_every_token_was_sampled_by_the_weights_that_it_names(tmp_path: Path) -> None:
+def test_embedded_tokens_were_sampled_by_the_weights_they_name(tmp_path: Path) -> None:
     steps = 10 + times(40)
     run = Run(tmp_path, f"train.steps={steps}", "engine.slots=16")
     summary = run.train()
     attempts = run.attempts()
-    print(told(run, attempts, len(run.notes("failed"))))
+    print(reported(run, attempts, len(run.notes("failed"))))
     assert summary.steps == steps and run.notes("failed") == [] and run.lost(attempts) == []
     assert spans(attempts) > 0
     policies = {0: load_decoder(run.model)} | {v: load_decoder(run.folder / f"runs/run/checkpoints/{v:06d}") for v in run.published}
@@ -77,17 +77,17 @@ def test_with_the_embedded_engine_every_token_was_sampled_by_the_weights_that_it
     assert max(gaps) < 1e-3 < max(others)
 
 
-def wrong_versions(attempts: list[Attempt]) -> list[tuple[str, int]]:
+def wrong_versions(attempts: list[Rollout]) -> list[tuple[str, int]]:
     """Steps with a token whose server held another version than is recorded."""
     return [
-        (attempt.rollout.id, step.index)
+        (attempt.ref.id, step.index)
         for attempt in attempts
         for step in attempt.steps
         if list(step.logprobs) != [pytest.approx(logprob_of(version)) for version in step.versions]
     ]
 
 
-def gaps_to(policy: Callable[[int], Decoder], attempt: Attempt) -> list[float]:
+def gaps_to(policy: Callable[[int], Decoder], attempt: Rollout) -> list[float]:
     """How far the recorded log-probabilities are from those of the policies that their tokens name."""
     graph, found = read_graph(attempt), list[float]()
     for index, step in graph.steps.items():

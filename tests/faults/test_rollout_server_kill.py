@@ -74,10 +74,10 @@ class Listener:
 
 
 class Server:
-    """`penstock rollout serve` in a process of its own."""
+    """`penstock rollout serve` in its own process."""
 
     def __init__(self, folder, *, drain_s=0):
-        command = [sys.executable, "-c", "from penstock.cli import main; main()", "rollout", "serve", str(AGENT)]
+        command = [sys.executable, "-c", "from penstock.cli.app import main; main()", "rollout", "serve", str(AGENT)]
         command += ["--port", "0", "--journal", str(folder / "journal.db"), "--drain-s", str(drain_s), "--json"]
         kept = {name: value for name, value in os.environ.items() if "PROXY" not in name.upper()}
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=kept | {"KILLED_SERVER": str(folder)})
@@ -131,7 +131,7 @@ def until(server, name, *states):
     return found
 
 
-def told(listener, path, name):
+def reported(listener, path, name):
     """The one content that was taken."""
     [content] = listener.results()[path, name]
     return json.loads(content)
@@ -146,7 +146,7 @@ def over(*names):
 
 
 @pytest.mark.slow
-def test_rollouts_that_waited_are_run_and_those_that_ran_are_failed_with_a_reason(stage, tmp_path):
+def test_waiting_rollouts_run_and_interrupted_ones_fail(stage, tmp_path):
     listener, start, body = stage
     server = start()
     for name in ("runs-0", "runs-1"):
@@ -158,17 +158,17 @@ def test_rollouts_that_waited_are_run_and_those_that_ran_are_failed_with_a_reaso
     listener.wait(over("runs-0", "runs-1", "waits"))
     for name in ("runs-0", "runs-1"):
         for path in ("/completed", "/graded"):
-            found = told(listener, path, name)
+            found = reported(listener, path, name)
             assert (found["status"], found["err_category"]) == ("failure", "agent_error")
             assert found["err_message"] == "the server was stopped while it ran"
-    assert told(listener, "/graded", "waits")["samples"]["main"]["reward"] == 1.0
+    assert reported(listener, "/graded", "waits")["samples"]["main"]["reward"] == 1.0
     assert Counter((tmp_path / "notes").read_text().split("\n"))["ran runs-0"] == 1
     assert server.ask("POST", "/rollout", body("waits"))[0] == 200
     assert server.ask("POST", "/rollout", body("waits", run="other"))[0] == 409
 
 
 @pytest.mark.slow
-def test_completion_that_nobody_took_is_delivered_after_the_kill_and_the_grade_says_why_there_is_none(stage):
+def test_undelivered_completion_is_delivered_after_the_kill(stage):
     listener, start, body = stage
     listener.refused.add("/completed")
     server = start()
@@ -180,11 +180,11 @@ def test_completion_that_nobody_took_is_delivered_after_the_kill_and_the_grade_s
     start()
     listener.wait(over("r"))
     assert listener.results()["/completed", "r"] == {first}
-    assert told(listener, "/graded", "r")["err_message"] == "the server was stopped before it was graded"
+    assert reported(listener, "/graded", "r")["err_message"] == "the server was stopped before it was graded"
 
 
 @pytest.mark.slow
-def test_rollout_killed_while_graded_keeps_its_completion_and_is_not_graded_again(stage, tmp_path):
+def test_rollout_killed_during_grading_keeps_its_completion(stage, tmp_path):
     listener, start, body = stage
     server = start()
     server.ask("POST", "/rollout", body("r", grade="hang"))
@@ -193,7 +193,7 @@ def test_rollout_killed_while_graded_keeps_its_completion_and_is_not_graded_agai
     server.kill()
     server = start()
     listener.wait(over("r"))
-    assert (told(listener, "/completed", "r")["status"], told(listener, "/graded", "r")["status"]) == ("success", "failure")
+    assert (reported(listener, "/completed", "r")["status"], reported(listener, "/graded", "r")["status"]) == ("success", "failure")
     assert until(server, "r", "failure") == "failure"
 
 
@@ -208,11 +208,11 @@ def test_grade_that_nobody_took_is_delivered_after_the_kill(stage):
     listener.refused.clear()
     start()
     listener.wait(over("r"))
-    assert told(listener, "/graded", "r")["samples"]["main"]["reward"] == 1.0
+    assert reported(listener, "/graded", "r")["samples"]["main"]["reward"] == 1.0
 
 
 @pytest.mark.slow
-def test_server_that_is_asked_to_stop_leaves_what_waits_to_the_next_one(stage):
+def test_stopped_server_leaves_waiting_rollouts_to_the_next(stage):
     listener, start, body = stage
     server = start()
     for name in ("runs-0", "runs-1"):
@@ -222,14 +222,14 @@ def test_server_that_is_asked_to_stop_leaves_what_waits_to_the_next_one(stage):
     server.process.terminate()
     server.process.communicate(timeout=DEADLINE_S)
     assert server.process.returncode == 0
-    assert told(listener, "/completed", "runs-0")["err_message"] == "the server was stopped while it ran"
+    assert reported(listener, "/completed", "runs-0")["err_message"] == "the server was stopped while it ran"
     start()
     listener.wait(over("waits"))
-    assert told(listener, "/completed", "waits")["status"] == "success"
+    assert reported(listener, "/completed", "waits")["status"] == "success"
 
 
 @pytest.mark.slow
-def test_every_accepted_rollout_ends_once_however_often_the_server_is_killed(stage, tmp_path):
+def test_every_accepted_rollout_ends_once_often_the_server_is_killed(stage, tmp_path):
     listener, start, body = stage
     chance, accepted = random.Random(7), []
     for turn in range(6):

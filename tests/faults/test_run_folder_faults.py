@@ -1,6 +1,6 @@
-"""Every file of a run folder is damaged in every way, and every command is run on it: it goes on, or refuses in one line.
+"""Every file of a run folder is damaged in every way, and every command is run on it: it continues, or refuses in one line.
 
-Each case works on a copy of a run that has trained three steps. Replies are scripted, so that a run which goes on must end with the
+Each case works on a copy of a run that has trained three steps. Replies are scripted, so a run that resumes must end with the
 weights of one that nothing happened to.
 """
 
@@ -37,8 +37,6 @@ COMMANDS: dict[str, list[str]] = {
     "report": ["report", "runs/run"],
     "show": ["pool", "show", "runs/run", "--json"],
 }
-TELLING = {"metrics.jsonl": "train again", "evals.json": "train again", "summary.json": "train again", "report.html": "report"}
-"""The command of `make test` for a file; for others it is `resume`."""
 
 
 @dataclass(frozen=True)
@@ -169,12 +167,12 @@ def try_case(case: Case, runs: Runs, *, kill: bool = False) -> str:
         run = project / "runs/run"
         inflict(case.damage, run / case.file, runs.folder / "other/runs/run" / case.file, dice)
         hit = hash_model(run / NEWEST)
-        told = ""
+        reported = ""
         if kill:
             seconds = runs.usual(case.base, case.command).answer.seconds
-            told = runs.commands.run(project, COMMANDS[case.command], kill_s=dice.uniform(0.02, seconds)).err
+            reported = runs.commands.run(project, COMMANDS[case.command], kill_s=dice.uniform(0.02, seconds)).err
         answer = runs.commands.run(project, COMMANDS[case.command])
-        return judge(case, runs, project, answer._replace(err=told + answer.err), hit)
+        return judge(case, runs, project, answer._replace(err=reported + answer.err), hit)
 
 
 def hash_model(folder: Path) -> dict[str, str]:
@@ -215,7 +213,7 @@ NUMBERS = ("steps", "first_reward", "last_reward", "eval_before", "eval_after", 
 
 def judge_training(case: Case, runs: Runs, project: Path, answer: Answer, hit: dict[str, str]) -> str | None:
     usual = json.loads(runs.usual(case.base, case.command).answer.out)
-    found, told = json.loads(answer.out), "damaged" in answer.err
+    found, reported = json.loads(answer.out), "damaged" in answer.err
     if case.command == "train again" and not newest_weights(project):
         return None if found["checkpoint"] is None else "its checkpoint is not there"
     weights = runs.usual("run", case.command).weights
@@ -226,7 +224,7 @@ def judge_training(case: Case, runs: Runs, project: Path, answer: Answer, hit: d
         stats = with_pool(project, "run", lambda pool: pool.stats("train"))
         return None if stats.groups_stale else "other weights"
     if differing := {name: (usual[name], found[name]) for name in NUMBERS if usual[name] != found[name]}:
-        return None if told else f"other numbers, and nothing was said: {differing}"
+        return None if reported else f"other numbers, and nothing was said: {differing}"
     if case.command == "resume":
         trained = with_pool(project, "run", ledger)
         if len(trained) != MORE * GROUPS or len(set(trained)) != len(trained):
@@ -284,7 +282,7 @@ FILES = (
                                       "tokenizer_config.json")),
 )  # fmt: skip
 SERVED = ("served/000002", "served/000003")
-"""What an engine elsewhere read; made anew by every process."""
+"""What an engine elsewhere read; made again by every process."""
 FOLDERS = (".", "checkpoints", NEWEST)
 KILLED_FILES = ("pool.db", "pool.db-wal", "pool.db-shm", f"{NEWEST}/state.json")
 
@@ -330,13 +328,13 @@ def telling_command(file: str, damage: str) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(7200 if FULL else 300)
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_run_with_a_damaged_file_goes_on_or_is_refused_in_one_line(damage: str, runs: Runs) -> None:
+def test_damaged_run_resumes_or_is_rejected_in_one_line(damage: str, runs: Runs) -> None:
     check_all(list(cases(damage)), partial(try_case, runs=runs))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200 if FULL else 300)
-def test_a_damaged_run_that_is_killed_goes_on_or_is_refused_in_one_line(runs: Runs) -> None:
+def test_damaged_and_killed_run_resumes_or_is_rejected(runs: Runs) -> None:
     dice = random.Random(16)
     every = [case for damage in DAMAGES for file in FILES for case in [Case("run", file, damage, "resume")]]
     check_all(dice.sample(every, KILLS), partial(try_case, runs=runs, kill=True))

@@ -14,7 +14,7 @@ from engine_cases import SHAPE, read, write_policy
 from killable_process import FULL
 
 from faults.upstream_cases import MIXED, VERSIONS, FakeVllm, NumberedSender, engine_over, opened, trouble
-from penstock.engines.adapter_files import model_digest
+from penstock.engines.checkpoint_files import model_digest
 from penstock.engines.retry import RetryPolicy
 from penstock.engines.servers import base, pauses, vllm
 from penstock.errors import ConfigError, PenstockError
@@ -109,7 +109,7 @@ def impatient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class CutsAtRandom:
-    """Spoils one answer of three, each in a way of its own."""
+    """Spoils one answer of three, each in its own way."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -188,7 +188,7 @@ async def requests_of_a_run(version: str, folders: list[Path], way: str) -> int:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # connections that the double cut off itself
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "from then on"])
 @pytest.mark.parametrize(("version", "kind", "way"), PLAYED)
-def test_no_answer_at_any_point_leaves_a_server_paused_or_a_run_without_an_end(
+def test_no_single_answer_leaves_a_server_paused(
     version: str, kind: str, way: str, lasting: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     folders = write_versions(tmp_path, way)
@@ -223,7 +223,7 @@ def test_no_answer_at_any_point_leaves_a_server_paused_or_a_run_without_an_end(
 @pytest.mark.parametrize(
     ("version", "way"), list(itertools.product(DIFFERENT, WAYS) if FULL else zip(DIFFERENT, WAYS, strict=False))
 )
-def test_no_sequence_of_answers_leaves_a_server_paused_or_a_run_without_an_end(version: str, way: str, tmp_path: Path):
+def test_no_sequence_of_answers_leaves_a_server_paused(version: str, way: str, tmp_path: Path):
     folders = write_versions(tmp_path, way)
 
     async def case(seed: int) -> None:
@@ -249,7 +249,7 @@ def test_no_sequence_of_answers_leaves_a_server_paused_or_a_run_without_an_end(v
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("version", DIFFERENT)
 @pytest.mark.parametrize("kind", CUTS if FULL else ["reset", "nulls"])
-def test_no_answer_during_the_opening_leaves_a_run_without_an_end(version: str, kind: str, tmp_path: Path):
+def test_no_answer_during_opening_leaves_run_without_end(version: str, kind: str, tmp_path: Path):
     """The server was left paused by a run on another machine, where it can say so."""
     model = write_policy(tmp_path / "0")
 

@@ -153,10 +153,10 @@ def finish(home: Home, name: str, *, every: int = 1) -> dict[str, object]:
 
 
 def kill_after(home: Home, name: str, lines: int, *, every: int = 1) -> bool:
-    """Start or resume the run and kill it once it has told `lines` more events; False where it ended before that."""
+    """Start or resume the run and kill it once it has reported `lines` more events; False where it ended before that."""
     log = home.path / "runs" / name / "events.jsonl"
-    told = log.read_bytes().count(b"\n") if log.exists() else 0
-    return home.train(name, every=every, kill_line=told + lines).code == KILLED
+    reported = log.read_bytes().count(b"\n") if log.exists() else 0
+    return home.train(name, every=every, kill_line=reported + lines).code == KILLED
 
 
 def weights(home: Home, name: str) -> str:
@@ -184,22 +184,22 @@ async def ledger(pool: Pool) -> list[str]:
 async def ends(pool: Pool) -> Counter[str]:
     """How rollouts ended, each of them exactly once; one that was lost in training has a successor, one that completed none."""
     counted = Counter[str]()
-    told = Counter(change.id for change in await pool.changes(limit=1_000_000) if change.kind == "ended")
+    reported = Counter(change.id for change in await pool.changes(limit=1_000_000) if change.kind == "ended")
     for channel in await pool.channels():
         for group in await pool.groups(channel, limit=10_000):
-            rollouts = {rollout.id: await pool.attempt(rollout.id) for rollout in await pool.rollouts(group.id)}
+            rollouts = {rollout.id: await pool.rollout(rollout.id) for rollout in await pool.rollout_refs(group.id)}
             for name, attempt in rollouts.items():
-                assert attempt.end in End and told.pop(name) == 1
+                assert attempt.end in End and reported.pop(name) == 1
                 counted[attempt.end] += 1
-                replaced = attempt.rollout.successor.id in rollouts
+                replaced = attempt.ref.successor.id in rollouts
                 assert replaced or attempt.end is not End.LOST or channel == "val"
                 assert not replaced or attempt.end is not End.COMPLETED
-    assert told == Counter()
+    assert reported == Counter()
     return counted
 
 
 def check_run(home: Home, name: str) -> Counter[str]:
-    """What was trained is what was acknowledged, once; every step is told once; nothing is left without an end."""
+    """What was trained is what was acknowledged, once; every step is reported once; nothing is left without an end."""
     entries = [json.loads(line) for line in (home.path / "runs" / name / "metrics.jsonl").read_text().splitlines()]
     assert [entry["step"] for entry in entries] == list(range(1, STEPS + 1))
     trained = [group_id for entry in entries for group_id in entry["group_ids"]]
@@ -240,7 +240,7 @@ def test_runs_killed_at_random_points_end_with_the_same_weights(home: Home, unki
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_runs_with_an_adapter_killed_at_random_points_end_with_the_same_adapter(home: Home) -> None:
+def test_killed_adapter_runs_end_with_the_same_adapter(home: Home) -> None:
     finish(home, "lora")
     points = list[int]()
     for number in range(times(10)):
@@ -254,7 +254,7 @@ def test_runs_with_an_adapter_killed_at_random_points_end_with_the_same_adapter(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_runs_of_several_policies_killed_at_random_points_end_with_the_same_weights(home: Home) -> None:
+def test_killed_runs_of_several_policies_end_with_the_same_weights(home: Home) -> None:
     finish(home, "team")
     newest = max((home.path / "runs" / "team" / "checkpoints").glob("[0-9]*"))
     assert sorted(path.name for path in newest.iterdir()) == ["executor", "planner", "state.json"]
@@ -277,7 +277,7 @@ def test_runs_of_several_policies_killed_at_random_points_end_with_the_same_weig
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_runs_killed_while_they_branch_end_with_the_same_weights_and_train_no_branch(home: Home) -> None:
+def test_runs_killed_while_branching_end_with_the_same_weights(home: Home) -> None:
     finish(home, "vine")
     points = list[int]()
     for number in range(times(10)):
@@ -290,8 +290,8 @@ def test_runs_killed_while_they_branch_end_with_the_same_weights_and_train_no_br
         check_run(home, name)
         branches = with_pool(home.path, name, lambda pool: pool.groups("branch", limit=1000))
         assert len(branches) == STEPS * GROUPS * SIZE  # from the second of two calls of each rollout
-        assert {attempt.end for group in branches for attempt in group.attempts} == {End.COMPLETED}
-        assert {step.replayed for group in branches for each in group.attempts for step in each.steps if step.index == 0} == {True}
+        assert {attempt.end for group in branches for attempt in group.rollouts} == {End.COMPLETED}
+        assert {step.replayed for group in branches for each in group.rollouts for step in each.steps if step.index == 0} == {True}
 
 
 @pytest.mark.slow
@@ -310,12 +310,12 @@ def test_a_run_killed_while_rollouts_fail_tops_up_every_group(home: Home) -> Non
     counted = check_run(home, "flaky")
     print(f"killed {killed} after {points} events: rollouts {dict(counted)}")
     groups = with_pool(home.path, "flaky", lambda pool: pool.groups("train"))
-    assert [attempt.end for group in groups for attempt in group.attempts] == [End.COMPLETED] * (STEPS * GROUPS * SIZE)
+    assert [attempt.end for group in groups for attempt in group.rollouts] == [End.COMPLETED] * (STEPS * GROUPS * SIZE)
     assert counted[End.AGENT_ERROR] + counted[End.LOST] >= STEPS * GROUPS
 
 
 @pytest.mark.slow
-def test_a_run_killed_around_a_group_that_crashes_the_trainer_sets_it_aside_once(home: Home) -> None:
+def test_killed_run_quarantines_a_crashing_group_once(home: Home) -> None:
     points = [random.randrange(20, 70) for _ in range(2)]
     killed = [kill_after(home, "poisoned", lines) for lines in points]
     summary = finish(home, "poisoned")
@@ -325,7 +325,7 @@ def test_a_run_killed_around_a_group_that_crashes_the_trainer_sets_it_aside_once
 
 
 @pytest.mark.slow
-def test_a_run_none_of_whose_groups_has_enough_completed_rollouts_says_so_and_ends(home: Home) -> None:
+def test_run_without_complete_groups_ends_with_a_reason(home: Home) -> None:
     answer = home.train("flaky-for-ever")
     assert answer.code == 1
     assert re.search(r"4\d groups were dropped since the last step.*raise rollout.top_up", answer.err)
@@ -333,7 +333,7 @@ def test_a_run_none_of_whose_groups_has_enough_completed_rollouts_says_so_and_en
 
 @pytest.mark.slow
 @pytest.mark.soak
-def test_killed_run_of_the_tiny_policy_still_learns_and_trains_no_rollout_twice(tmp_path: Path, commands: Commands) -> None:
+def test_killed_run_still_learns_and_trains_nothing_twice(tmp_path: Path, commands: Commands) -> None:
     steps, groups = 12, 4
     text = (TINY / "train.toml").read_text().replace("[agent]\n", "").replace('"tasks.jsonl"', f'"{TINY / "tasks.jsonl"}"')
     text = re.sub(r"(?m)^(steps|groups_per_step|checkpoint_every) = .*$", "", text)

@@ -10,14 +10,9 @@ from upstream_cases import Act, FakeVllm, engine_over
 from penstock.chat.renderer import Renderer
 from penstock.engines.retry import RetryPolicy
 from penstock.records import Sampling
-from penstock.testing import workbench, write_tokenizer
+from penstock.testing import workbench
 
 BODY = {"model": "any", "messages": [{"role": "user", "content": "What is 6 times 7?"}], "max_tokens": 12, "seed": 5}
-
-
-@pytest.fixture(scope="module")
-def renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
-    return Renderer.load(write_tokenizer(tmp_path_factory.mktemp("model")))
 
 
 def run(case: Coroutine[None, None, None]) -> None:
@@ -30,7 +25,7 @@ def run(case: Coroutine[None, None, None]) -> None:
     asyncio.run(bounded())
 
 
-def test_a_busy_server_costs_the_agent_nothing_and_one_step_is_recorded(renderer: Renderer):
+def test_busy_server_costs_agent_nothing_and_one_step_is_recorded(renderer: Renderer):
     async def case():
         async with FakeVllm([Act(status=429)] * 2) as server, engine_over(server) as engine, workbench(engine, renderer) as bench:
             session = await bench.rollout()
@@ -43,7 +38,7 @@ def test_a_busy_server_costs_the_agent_nothing_and_one_step_is_recorded(renderer
     run(case())
 
 
-def test_a_reply_cut_at_any_event_is_recorded_as_an_error(renderer: Renderer):
+def test_reply_cut_at_any_event_is_recorded_as_error(renderer: Renderer):
     async def case():
         server, policy = FakeVllm(), RetryPolicy(failures=100)
         async with server, engine_over(server, policy=policy) as engine, workbench(engine, renderer, serves=True) as bench:
@@ -61,7 +56,7 @@ def test_a_reply_cut_at_any_event_is_recorded_as_an_error(renderer: Renderer):
     run(case())
 
 
-def test_tempered_tokens_are_recorded_with_the_one_probability_that_is_known(renderer: Renderer):
+def test_tempered_tokens_are_recorded_with_one_probability_that_is_known(renderer: Renderer):
     async def case():
         async with FakeVllm() as server, engine_over(server) as engine, workbench(engine, renderer) as bench:
             session = await bench.rollout(sampling=Sampling(max_tokens=12, temperature=0.5))
@@ -76,25 +71,23 @@ def test_tempered_tokens_are_recorded_with_the_one_probability_that_is_known(ren
 GENERATE = {"prompt_uid": "prompt-xyz", "messages": BODY["messages"], "max_tokens": 12, "temperature": 0.8}
 
 
-def test_generate_at_another_temperature_works_on_a_server_in_its_default_mode(renderer: Renderer):
+def test_generate_at_another_temperature_works_on_server_in_default_mode(renderer: Renderer):
     async def case():
         async with FakeVllm(processed=False) as server, engine_over(server) as engine, workbench(engine, renderer) as bench:
             session = await bench.rollout()
             answer = await bench.http(session.token).post("/generate", json=GENERATE)
             [step] = (await bench.attempt(session)).steps
             counted = bench.gateway.counts["behaviour_logprob_unknown"]
-        told = answer.json()
-        assert (answer.status_code, len(told["response_ids"]), told["log_probs"], counted) == (200, 12, None, 1)
+        reported = answer.json()
+        assert (answer.status_code, len(reported["response_ids"]), reported["log_probs"], counted) == (200, 12, None, 1)
         assert (step.behaviour_known, step.full_logprobs) == (False, None)
-        assert told["full_log_probs"] == pytest.approx(step.logprobs)
+        assert reported["full_log_probs"] == pytest.approx(step.logprobs)
 
     run(case())
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/generate"])
-def test_what_an_engine_refuses_is_refused_and_where_it_is_busy_the_caller_is_told_when_to_come_again(
-    renderer: Renderer, path: str
-):
+def test_engine_errors_and_retry_times_reach_the_caller(renderer: Renderer, path: str):
     async def case():
         acts = [Act(status=400, words="seed must be smaller"), Act(status=429, headers={"retry-after": "7"}, words="queue full")]
         policy, body = RetryPolicy(retries=0), BODY if path.startswith("/v1") else GENERATE
@@ -111,7 +104,7 @@ def test_what_an_engine_refuses_is_refused_and_where_it_is_busy_the_caller_is_to
     run(case())
 
 
-def test_an_agent_that_hangs_up_frees_the_server_within_a_second(renderer: Renderer):
+def test_agent_that_disconnects_frees_server_within_second(renderer: Renderer):
     async def case():
         server = FakeVllm([Act(stall_after=3)])
         async with server, engine_over(server) as engine, workbench(engine, renderer, serves=True) as bench:

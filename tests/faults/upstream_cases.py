@@ -26,7 +26,7 @@ from aiohttp import web
 
 from penstock.engines.retry import RetryPolicy
 from penstock.engines.servers.base import RemoteModel
-from penstock.engines.servers.transfer import TransferRound
+from penstock.engines.servers.server_weights import TransferRound
 from penstock.engines.servers.vllm import VllmEngine, VllmSection, open_engine
 from penstock.http.client import RequestTimeouts
 
@@ -231,7 +231,7 @@ class FakeVllm:
             await runner.cleanup()
 
     def release(self) -> None:
-        """Let stalled replies go on, and stall none from now on."""
+        """Let stalled replies continue, and stall none from now on."""
         self._released.set()
 
     def pause(self) -> None:
@@ -581,9 +581,11 @@ def as_tokens(completion: bytes) -> bytes:
     [choice] = json.loads(completion[6:])["choices"]
     pairs = zip(choice["token_ids"], choice["logprobs"]["token_logprobs"], strict=True)
     content = [{"token_id": token_id, "logprob": logprob, "rank": 1, "top_logprobs": []} for token_id, logprob in pairs]
-    told = {"prompt_token_ids": choice["prompt_token_ids"]} if "prompt_token_ids" in choice else {}
+    reported = {"prompt_token_ids": choice["prompt_token_ids"]} if "prompt_token_ids" in choice else {}
     kept = {key: choice[key] for key in ("index", "finish_reason", "token_ids")}
-    return event({"request_id": "generate-tokens-1", "usage": None, **told, "choices": [kept | {"logprobs": {"content": content}}]})
+    return event(
+        {"request_id": "generate-tokens-1", "usage": None, **reported, "choices": [kept | {"logprobs": {"content": content}}]}
+    )
 
 
 def event(payload: dict[str, Any]) -> bytes:

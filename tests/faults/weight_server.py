@@ -1,4 +1,4 @@
-"""A server that speaks as vLLM does and takes weights as vLLM does, in a process of its own: `python weight_server.py MODEL`.
+"""A server that speaks as vLLM does and takes weights as vLLM does, in its own process: `python weight_server.py MODEL`.
 
 It samples nothing real, but every token carries the version of the weights that the server held at that moment, as its
 log-probability: what is recorded of it can be held against that. It prints its address, then `+` for each reply that it begins and

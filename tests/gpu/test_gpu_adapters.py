@@ -35,7 +35,7 @@ def test_a_new_version_of_an_adapter_needs_no_other_capture():
     assert work.check() > 50
 
 
-def test_an_engine_that_was_warm_before_its_first_adapter_goes_on():
+def test_engine_that_was_warm_before_its_first_adapter_continues():
     work = PolicyWorkload(random.Random(6), 8, 20_000, paged_steps=4, device="cuda", late=True)
     work.core.warm_up()
     work.play(20, swaps=False)
@@ -44,7 +44,7 @@ def test_an_engine_that_was_warm_before_its_first_adapter_goes_on():
     assert work.check() > 50
 
 
-def test_adapters_that_come_after_the_first_captures_are_captured_anew():
+def test_adapters_that_come_after_the_first_captures_are_captured_again():
     """As in a run: the engine warms up while it is opened, and gets the adapters of its policies afterwards."""
     work = Workload(random.Random(6), 8, 20_000, paged_steps=4, device="cuda")
     work.core.warm_up()

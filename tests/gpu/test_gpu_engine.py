@@ -69,7 +69,7 @@ def test_a_warm_engine_captures_nothing_for_its_first_requests():
     assert work.check() == 100
 
 
-def test_a_warm_engine_captures_anew_where_weights_have_moved():
+def test_warm_engine_captures_again_where_weights_have_moved():
     work = Workload(random.Random(7), slots=4, cache_tokens=20_000, paged_steps=4, device="cuda")
     work.core.warm_up()
     for parameter in work.decoder.parameters():

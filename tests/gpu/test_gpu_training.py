@@ -21,12 +21,9 @@ from penstock.records import Sequence
 from penstock.run.inputs import read_inputs
 from penstock.train.batches import Batch, Pass, pack
 from penstock.train.learner import Learner
-from penstock.train.masters import MasterWeights
-from penstock.train.path_attention import PathMask, path_mask
-from penstock.train.rounding import round_to_bfloat16
-from penstock.train.run import train
-from penstock.train.tree_attention import tree_mask
-from penstock.train.tree_forward import TreeForward
+from penstock.train.precision import MasterWeights, round_to_bfloat16
+from penstock.train.trainer import train
+from penstock.train.tree_forward import PathMask, TreeForward, path_mask, tree_mask
 
 pytestmark = NEEDS_GPU
 

@@ -8,7 +8,7 @@ import torch
 from engine_workloads import SHAPE, Workload, make_weights
 
 from penstock.config import LORA_MODULES
-from penstock.engines.adapter_files import AdapterConfig
+from penstock.engines.checkpoint_files import AdapterConfig
 from penstock.engines.embedded.core import DrawnChunk, Request
 from penstock.engines.embedded.decoder import Decoder, DecoderShape
 from penstock.engines.embedded.lora import Adapter
@@ -38,7 +38,7 @@ def policy_adapter(policy: str, version: int) -> Adapter:
 
 @dataclass
 class PolicyWorkload(Workload):
-    """Requests of several policies, each with an adapter that changes while the others go on."""
+    """Requests of several policies, each with an adapter that changes while the others continue."""
 
     versions: dict[str, int] = field(default_factory=lambda: dict.fromkeys(POLICIES, 0))
     late: bool = False

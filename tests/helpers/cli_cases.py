@@ -20,26 +20,6 @@ from penstock.testing import write_tokenizer
 
 ENGINE, ENDLESS = "cli_engine:open_engine", "cli_engine:open_endless"
 USER = {"role": "user", "content": "What is 6 times 7?"}
-AGENT = """
-from penstock import AgentWorkflow, Grader
-
-class Short(AgentWorkflow):
-    async def run(self, ctx):
-        print("an agent may print")
-        await ctx.openai().chat.completions.create(model="any", messages=ctx.prompt, max_tokens=4)
-
-class Even(Grader):
-    async def grade(self, ctx):
-        return float(len(ctx.sample.messages[-1]["content"] or "") % 2)
-"""
-
-
-def write_project(folder: Path, config: str) -> Path:
-    """A folder with an agent that makes one short call, four tasks and a `train.toml`."""
-    (folder / "agent.py").write_text(AGENT)
-    (folder / "tasks.jsonl").write_text("".join(json.dumps({"prompt": f"{n} times 3?"}) + "\n" for n in range(4)))
-    (folder / "train.toml").write_text(config)
-    return folder
 
 
 def environment() -> dict[str, str]:
@@ -48,7 +28,7 @@ def environment() -> dict[str, str]:
 
 
 def penstock(*arguments: Any) -> list[str]:
-    return [sys.executable, "-c", "from penstock.cli import main; main()", *map(str, arguments)]
+    return [sys.executable, "-c", "from penstock.cli.app import main; main()", *map(str, arguments)]
 
 
 def called(folder: Path, *arguments: Any) -> subprocess.CompletedProcess[str]:
@@ -66,7 +46,7 @@ def ran(*arguments: Any, **options: Any) -> subprocess.CompletedProcess[str]:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A gateway in a process of its own."""
+    """A gateway in its own process."""
 
     process: "subprocess.Popen[str]"
     ready: dict[str, Any]
@@ -76,7 +56,7 @@ class Served:
         return json.loads(Path(self.ready["tokens"]).read_text())
 
     def post(self, path: str, token: str, body: Any = None, *, method: str = "POST") -> tuple[int, Any]:
-        """Send JSON on a connection of its own; the status and the JSON, or text, that came back."""
+        """Send JSON on its own connection; the status and the JSON, or text, that came back."""
         with self.connection() as connection:
             sent = json.dumps({} if body is None else body) if method == "POST" else None
             connection.request(method, path, sent, {"authorization": f"Bearer {token}", "content-type": "application/json"})

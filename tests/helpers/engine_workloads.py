@@ -190,7 +190,7 @@ class Workload:
 
 
 def sampled_from(logits: Tensor, sampling: Sampling, token: int) -> float:
-    """Log-probability of `token` as `sampling` would draw it, told from that of another token of the same truncated set.
+    """Log-probability of `token` as `sampling` would draw it, reported from that of another token of the same truncated set.
 
     The unit tests hold the drawing itself against a plain version.
     """

@@ -62,7 +62,7 @@ class Server:
 
     def _run(self, name: str, *arguments: str) -> None:
         command = [server_program(name) or name, *arguments]
-        with tempfile.TemporaryFile() as told:  # a pipe would be kept open by the server
-            done = subprocess.run(command, user=self._user, cwd="/", stdout=told, stderr=told)
-            told.seek(0)
-            assert done.returncode == 0, told.read().decode()
+        with tempfile.TemporaryFile() as reported:  # a pipe would be kept open by the server
+            done = subprocess.run(command, user=self._user, cwd="/", stdout=reported, stderr=reported)
+            reported.seek(0)
+            assert done.returncode == 0, reported.read().decode()

@@ -20,20 +20,20 @@ def read(text: str) -> dict[str, Metric]:
     """Every family by its name; of a histogram, each of its three series is one."""
     assert text.endswith("\n") and "\r" not in text
     families: dict[str, Metric] = {}
-    told: set[str] = set()
+    reported: set[str] = set()
     current, kind = "", ""
     for line in text.removesuffix("\n").split("\n"):
         if line.startswith("# HELP "):
             current = line.split(" ")[2]
-            assert current not in told, f"{current} comes twice"
-            told.add(current)
+            assert current not in reported, f"{current} comes twice"
+            reported.add(current)
             kind = ""
         elif line.startswith("# TYPE "):
             _, _, name, kind = line.split(" ")
             assert name == current and kind in KINDS
         else:
             _add(families, line, current, kind)
-    for name in told:
+    for name in reported:
         _check_histogram(families, name)
     return families
 

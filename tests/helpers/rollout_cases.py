@@ -9,12 +9,13 @@ from penstock import AgentWorkflow, AgentWorkflowConfig, Grader, GraderConfig, g
 from penstock.config import RolloutSection
 from penstock.events import Events
 from penstock.pool.memory import MemoryPool
-from penstock.records import Node, Sampling, Step, Task, make_rollout
+from penstock.records import Sampling, Task, make_rollout
 from penstock.rollout.author_tasks import AuthorTasks
 from penstock.rollout.executors.base import ExecutorContext
 from penstock.rollout.executors.inline import InlineExecutor
 from penstock.rollout.runner import Runner
 from penstock.sdk.discovery import Agent
+from penstock.testing import make_node, make_step
 
 DEADLINE_S = 20
 ENTRY = Path(__file__).parents[1] / "conftest.py"
@@ -57,19 +58,9 @@ class FakeGateway:
         parent = next((step.index for step in reversed(steps) if step.transcript == transcript), None)
         index = len(steps)
         messages = tuple({"role": "user", "content": text} for text in new)
-        node = Node(rollout_id=name, id=index, parent=parent, token_ids=(1,), chain=f"n{index}", messages=messages)
-        step = Step(
-            rollout_id=name,
-            index=index,
-            node=index,
-            transcript=transcript,
-            completion_ids=(2,),
-            logprobs=(-0.5,),
-            versions=(0,),
-            sampling=Sampling(),
-            finish="stop",
-            message={"role": "assistant", "content": reply},
-            chain=f"s{index}",
+        node = make_node(name, index, (1,), parent=parent, messages_digest=f"n{index}", messages=messages)
+        step = make_step(
+            name, index, (2,), transcript=transcript, message={"role": "assistant", "content": reply}, messages_digest=f"s{index}"
         )
         steps.append(step)
         await self.pool.append(step, node)
@@ -95,14 +86,14 @@ def make_agent(run, grade, workflow_config=None, grader_config=None):
 
 
 class Bench:
-    """One runner on a memory pool, with everything it tells."""
+    """One runner on a memory pool, with everything it reports."""
 
     def __init__(self, run, grade=good_grade, *, pool=None, grace_s=0.05, most_agents=None, most_graders=None, **limits):
         self.pool = pool or MemoryPool(Path())
         self.gateway = FakeGateway(self.pool)
-        self.told = []
+        self.reported = []
         events = Events()
-        events.listen(lambda kind, fields: self.told.append((kind, fields)))
+        events.listen(lambda kind, fields: self.reported.append((kind, fields)))
 
         async def workflow(ctx):
             return await run(ctx, self.gateway.call)
@@ -139,16 +130,16 @@ class Bench:
         """The attempt that comes of one rollout."""
         async with self.opened() as (rollout,):
             await self.runner.run(rollout, TASK, Sampling())
-        return await self.pool.attempt(rollout.id)
+        return await self.pool.rollout(rollout.id)
 
 
 def outcome(bench):
-    """Run one rollout to its end and check what holds for every end: told once, gateway closed."""
+    """Run one rollout to its end and check what holds for every end: reported once, gateway closed."""
     attempt = asyncio.run(bench.attempt())
-    ends = [fields for kind, fields in bench.told if kind == "rollout.end"]
+    ends = [fields for kind, fields in bench.reported if kind == "rollout.end"]
     assert [fields["end"] for fields in ends] == [attempt.end]
-    assert bench.told[0][0] == "rollout.start"
-    assert bench.gateway.closed == [attempt.rollout.id]
+    assert bench.reported[0][0] == "rollout.start"
+    assert bench.gateway.closed == [attempt.ref.id]
     assert (ends[0]["reward"], ends[0]["message"]) == (attempt.reward, attempt.message)
     assert "\n" not in attempt.message
     return attempt

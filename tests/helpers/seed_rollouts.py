@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from osmosis_ai.rollout import AgentWorkflow, Grader
 from penstock.config import RolloutSection
 from penstock.events import Events
-from penstock.records import Attempt, Sampling, Task, make_rollout
+from penstock.records import Rollout, Sampling, Task, make_rollout
 from penstock.rollout.executors.inline import InlineExecutor
 from penstock.rollout.runner import open_runner
 from penstock.sdk.discovery import Agent, load_agent
@@ -36,7 +36,7 @@ class SmallGrader(Grader):
 class RolloutResults(NamedTuple):
     """The finished rollouts, and the model calls that they made."""
 
-    attempts: list[Attempt]
+    attempts: list[Rollout]
     heard: list[dict[str, str]]
     """The headers of each model call, as the gateway received them."""
     samples: dict[str, Any]
@@ -45,7 +45,7 @@ class RolloutResults(NamedTuple):
     """How many calls were served at once, at most."""
 
     @property
-    def attempt(self) -> Attempt:
+    def attempt(self) -> Rollout:
         (only,) = self.attempts
         return only
 
@@ -117,7 +117,7 @@ async def _run_rollouts(renderer, agent: Agent, script, count: int, task: Task) 
             bench.gateway.reward_function = runner.compute_reward
             for rollout in rollouts:
                 group.create_task(runner.run(rollout, task, Sampling(max_tokens=200)))
-        attempts = [await bench.pool.attempt(rollout.id) for rollout in rollouts]
+        attempts = [await bench.pool.rollout(rollout.id) for rollout in rollouts]
     return RolloutResults(attempts, log.heard, runner.executor.seen, log.most)
 
 

@@ -16,9 +16,9 @@ from penstock.chat.tokenizer import BYTE_OF
 from penstock.config import RunConfig
 from penstock.events import Events
 from penstock.pool import POOLS
-from penstock.records import End, Grade, Mark, Node, Sampling, Step, Task, make_rollout
+from penstock.records import End, Grade, Mark, Sampling, Task, make_rollout
 from penstock.run.folder import RunFolder, locked, open_run_folder
-from penstock.testing import write_tokenizer
+from penstock.testing import make_node, make_step, write_tokenizer
 from penstock.view.app import make_view_app
 from penstock.view.sources import FolderSource
 
@@ -64,7 +64,7 @@ def make_run(
 ) -> Path:
     """A run of three steps with two groups of four: rewards 0, 1, 0, 1; one rollout failed, one call was not trainable.
 
-    `train` are settings of `[train]`; with `by_call`, each call is graded by itself.
+    `train` are settings of `[train]`; with `by_call`, each call is graded on its own.
     """
     folder = make_folder(root, name, pool=pool, url=url, model=model, train=train)
     asyncio.run(_fill(folder, pool, url, by_call=by_call))
@@ -130,7 +130,7 @@ async def _add_steps(pool, events: Events, folder: RunFolder, *, by_call: bool =
 
 @contextmanager
 def going_run(root: Path, name: str, *, model: str = HOSTILE) -> Iterator[subprocess.Popen]:
-    """A run in a process of its own, which holds its lock and its pool, in the middle of a group. Each line that it is told is a
+    """A run in its own process, which holds its lock and its pool, in the middle of a group. Each line that it received is a
     further step; killed, it leaves what a crash leaves."""
     folder = make_folder(root, name, model=model)
     with subprocess.Popen([sys.executable, __file__, str(folder.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
@@ -194,14 +194,14 @@ async def add_group(
 
 
 async def add_calls(pool, rollout_id: str, task: Task, place: int, *, version: int) -> None:
-    """Two calls and a third that was rendered anew."""
+    """Two calls and a third that was rendered again."""
     tool = {"type": "function", "function": {"name": HOSTILE, "parameters": {}}}
     call = {"id": "1", "type": "function", "function": {"name": HOSTILE, "arguments": json.dumps({"a": HOSTILE})}}
-    first = Node(rollout_id=rollout_id, id=0, parent=None, token_ids=(1, 2, 3), chain="a", messages=task.prompt, tools=(tool,))
+    first = make_node(rollout_id, 0, (1, 2, 3), messages=task.prompt, tools=(tool,))
     result = {"role": "tool", "tool_call_id": "1", "content": LONG if rollout_id == "train-2.0.1" else HOSTILE}
-    second = Node(rollout_id=rollout_id, id=1, parent=0, token_ids=(4,), chain="b", messages=(result,))
+    second = make_node(rollout_id, 1, (4,), parent=0, messages=(result,))
     edited = {"role": "user", "content": "start again"}
-    third = Node(rollout_id=rollout_id, id=2, parent=None, token_ids=(9,), chain="c", messages=(edited,), reason="history_edited")
+    third = make_node(rollout_id, 2, (9,), messages=(edited,), reason="history_edited")
     said = [
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "assistant", "content": f"answer {place} {HOSTILE}"},
@@ -210,18 +210,15 @@ async def add_calls(pool, rollout_id: str, task: Task, place: int, *, version: i
         zip((first, second, third), (*said, {"role": "assistant", "content": "third"}), strict=True)
     ):
         ids = (5, 6 + place % 2) if index < 2 else HALF_CHARACTER if rollout_id == "train-4.0.1" else (8,)
-        step = Step(
-            rollout_id=rollout_id,
-            index=index,
+        step = make_step(
+            rollout_id,
+            index,
+            ids,
             node=node.id,
-            transcript="main",
-            completion_ids=ids,
-            logprobs=(-0.5,) * len(ids),
             versions=(version,) * len(ids),
             sampling=Sampling(temperature=0.0 if index == 2 else 1.0),
-            finish="stop",
             message=message,
-            chain=f"d{index}",
+            messages_digest=f"d{index}",
             seconds=0.25,
             created=1_790_000_000.0 + index,
         )

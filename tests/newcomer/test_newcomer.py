@@ -1,6 +1,6 @@
 """A newcomer's second hour, as one story: install, the README's example, an own agent, mistakes, regrade, report, resume.
 
-`make test` tells it with the environment of the tests; `make test-newcomer` (PENSTOCK_NEWCOMER=1) installs a fresh one with pip,
+`make test` reports it with the environment of the tests; `make test-newcomer` (PENSTOCK_NEWCOMER=1) installs a fresh one with pip,
 from a copy of the checkout, as the README says, and takes the model of the README.
 """
 
@@ -18,7 +18,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
+README, QUICKSTART = (ROOT / "README.md").read_text(), (ROOT / "docs/quickstart.md").read_text()
 FRESH = os.environ.get("PENSTOCK_NEWCOMER") == "1"
 
 AGENT = """
@@ -119,7 +119,7 @@ class Newcomer:
 
 
 def blocks(kind: str) -> list[str]:
-    return re.findall(rf"```{kind}\n(.*?)```", README, re.DOTALL)
+    return re.findall(rf"```{kind}\n(.*?)```", QUICKSTART, re.DOTALL)
 
 
 def installed(folder: Path) -> Path:
@@ -145,7 +145,7 @@ def newcomer(tmp_path: Path) -> Newcomer:
 
 @pytest.mark.timeout(3600 if FRESH else 600)
 def test_the_second_hour_of_a_newcomer(newcomer: Newcomer):
-    try_the_readme(newcomer)
+    try_the_quickstart(newcomer)
     newcomer.folder = newcomer.folder.with_name("own")
     newcomer.folder.mkdir()
     write_own_agent(newcomer)
@@ -155,7 +155,7 @@ def test_the_second_hour_of_a_newcomer(newcomer: Newcomer):
     edit_and_go_on(newcomer)
 
 
-def try_the_readme(newcomer: Newcomer) -> None:
+def try_the_quickstart(newcomer: Newcomer) -> None:
     assert "penstock" in newcomer.types("--version")
     assert "fail" not in newcomer.types("doctor").lower()
     newcomer.writes(agent_py=blocks("python")[0], tasks_jsonl=blocks("json")[0], train_toml=blocks("toml")[0])
@@ -164,10 +164,10 @@ def try_the_readme(newcomer: Newcomer) -> None:
     assert "checked     config, agent, every row, model" in text and "next        penstock train train.toml" in text
     assert not (newcomer.folder / "runs").exists()
     text = newcomer.types("eval", "run", "train.toml", *small)
-    assert "reward" in text and "1 tasks x 1 of" in text and "next        penstock train train.toml" in text
+    assert "reward" in text and "4 tasks x 1 of" in text and "next        penstock train train.toml" in text
     text = newcomer.types("train", "train.toml", *small, "--set", "train.steps=1")
     assert "step 1/1  reward" in text and "exact 100 %" in text
-    if not FRESH:  # the tiny model never says 7
+    if not FRESH:  # the tiny model never says a word of it
         assert "finished and learned nothing" in text and "all rewards equal, every one is 0" in text
     assert "Rollout train-0.0.1" in newcomer.types("pool", "show", "runs/" + run_name(newcomer), "train-0.0.1")
 
@@ -219,7 +219,7 @@ def train_and_kill(newcomer: Newcomer) -> None:
     assert all("components/even" in entry for entry in entries)
     newcomer.types("report", "runs/own")
     page = (newcomer.folder / "runs/own/report.html").read_text()
-    assert "Parts of the reward" in page and "step 6: even" in page
+    assert "components/even" in page
     assert "own" in newcomer.types("train", "list")
 
 
@@ -234,4 +234,4 @@ def edit_and_go_on(newcomer: Newcomer) -> None:
     entries = [json.loads(line) for line in (newcomer.folder / "runs/own/metrics.jsonl").read_text().splitlines()]
     assert [entry["code_changes"] for entry in entries] == [0] * 6 + [1] * 2
     newcomer.types("report", "runs/own")
-    assert "rewards before and after may not compare" in (newcomer.folder / "runs/own/report.html").read_text()
+    assert "may not compare" in (newcomer.folder / "runs/own/report.html").read_text()

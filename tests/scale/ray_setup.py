@@ -29,8 +29,8 @@ class RaySetup:
         reply = ScriptedReply("a second answer", stall_after=2) if stall else "a second answer"
         decode = self.renderer.tokenizer.decode
         self.engine = ScriptedEngine(lambda ids: reply if "more" in decode(list(ids)) else "first", self.renderer.tokenizer)
-        self.events, self.told = Events(), []
-        self.events.listen(lambda kind, fields: self.told.append((kind, fields)))
+        self.events, self.reported = Events(), []
+        self.events.listen(lambda kind, fields: self.reported.append((kind, fields)))
 
     def tasks(self, *kinds):
         prompt = ({"role": "user", "content": "say something"},)
@@ -69,4 +69,4 @@ class RaySetup:
         return {path.stem: json.loads(path.read_text()) for path in self.notes.glob("*.json")}
 
     def pids(self):
-        return [fields["pid"] for kind, fields in self.told if kind == "worker.start"]
+        return [fields["pid"] for kind, fields in self.reported if kind == "worker.start"]

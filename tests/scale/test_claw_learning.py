@@ -28,7 +28,7 @@ KEYS = (
 @pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.timeout(DEADLINE_S + 60)
-def test_the_documented_command_line_trains_the_tiny_policy_to_a_clear_rise_on_local_ray(tmp_path):
+def test_documented_command_trains_the_tiny_policy_on_ray(tmp_path):
     for name in ("multiply_flow.py", "flow.yaml", "tiny_tasks.jsonl"):
         shutil.copy(MULTIPLY / name, tmp_path)
     (tmp_path / "heldout.jsonl").write_text((MULTIPLY / "tiny_heldout.jsonl").read_text() * 16)

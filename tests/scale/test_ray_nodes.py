@@ -21,7 +21,7 @@ def two_nodes(folder, **environment):
 
 
 @pytest.mark.slow
-def test_gateway_is_called_by_its_nodes_own_address_and_a_loopback_one_is_refused(tmp_path):
+def test_gateway_uses_its_node_address_and_loopback_is_rejected(tmp_path):
     came = two_nodes(tmp_path, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="of-two-nodes-" + "x" * 32)
     assert (came["nodes"], came["0.0.0.0"]) == (2, "completed over 2 nodes")
     assert 'cannot be reached from the others; set gateway.host = "0.0.0.0"' in came["127.0.0.1"]
@@ -39,5 +39,5 @@ def test_several_nodes_without_a_token_are_refused(tmp_path):
     ("host", "is_one"),
     [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("localhost", True), ("10.0.0.1", False), ("head", False)],
 )
-def test_loopback_is_told_from_other_hosts(host, is_one):
+def test_loopback_is_separated_from_other_hosts(host, is_one):
     assert is_loopback(host) is is_one

@@ -38,13 +38,13 @@ def write_run(folder):
 
 
 class Killer:
-    """A listener that kills processes of the run with SIGKILL, each once, when a step of training has been told."""
+    """A listener that kills processes of the run with SIGKILL, each once, when a step of training has been reported."""
 
     def __init__(self, **after_step):
-        self.after_step, self.pids, self.killed, self.told = after_step, {}, [], []
+        self.after_step, self.pids, self.killed, self.reported = after_step, {}, [], []
 
     def __call__(self, kind, fields):
-        self.told.append((kind, fields))
+        self.reported.append((kind, fields))
         role, _, what = kind.partition(".")
         if what == "start" and "pid" in fields:
             self.pids[role] = fields["pid"]
@@ -54,7 +54,7 @@ class Killer:
                 os.kill(self.pids[role], signal.SIGKILL)
 
     def kinds(self):
-        return [kind for kind, _ in self.told]
+        return [kind for kind, _ in self.reported]
 
 
 def train(file, listener, *overrides):
@@ -80,7 +80,9 @@ def with_pool(folder, read):
 
 async def everything(pool):
     groups = await pool.groups("train", limit=1000)
-    return [await pool.attempt(rollout.id) for group in groups for rollout in await pool.rollouts(group.id)], await pool.trained()
+    return [
+        await pool.rollout(rollout.id) for group in groups for rollout in await pool.rollout_refs(group.id)
+    ], await pool.trained()
 
 
 def check(folder, summary):
@@ -98,7 +100,7 @@ def check(folder, summary):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("cluster")
-def test_tiny_policy_is_trained_by_actors_and_its_progress_is_told_here(tmp_path):
+def test_actors_train_the_tiny_policy_and_report_progress(tmp_path):
     killer = Killer()
     overrides = ("rollout.executor=ray", "rollout.max_staleness=1", 'track.to=["tensorboard"]')
     file, agent = write_run(tmp_path), tmp_path / "agent.py"
@@ -116,7 +118,7 @@ def test_tiny_policy_is_trained_by_actors_and_its_progress_is_told_here(tmp_path
 
 
 def check_tracked(folder):
-    """The tracker was told of every step and of rollouts."""
+    """The tracker was notified of every step and of rollouts."""
     found = EventAccumulator(str(folder / "tensorboard"), size_guidance={"tensors": 0, "scalars": 0}).Reload()
     rewards = {entry["step"]: entry["reward"] for entry in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())}
     assert {each.step: each.value for each in found.Scalars("train/reward")} == pytest.approx(rewards)
@@ -129,16 +131,16 @@ def check_tracked(folder):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("cluster")
-def test_killed_rollouter_and_killed_trainer_are_started_again_and_the_run_ends_as_any_other(tmp_path):
+def test_killed_rollouter_and_trainer_are_restarted(tmp_path):
     killer = Killer(rollouter=1, trainer=3)
     summary = train(write_run(tmp_path), killer)
     attempts = check(tmp_path, summary)
     assert killer.killed == ["rollouter", "trainer"]
     assert {"rollouter.lost", "trainer.lost"} <= set(killer.kinds())
-    steps = [fields["step"] for kind, fields in killer.told if kind == "train.step"]
+    steps = [fields["step"] for kind, fields in killer.reported if kind == "train.step"]
     assert steps in ([1, 2, 3, 3, 4], [1, 2, 3, 4]), "the third step was not in a checkpoint, unless the kill came late"
-    finished = {attempt.rollout.successor.id: attempt.end for attempt in attempts}
-    assert {end for name, end in finished.items() if name in {a.rollout.id for a in attempts}} <= {End.LOST, End.CANCELLED}
+    finished = {attempt.ref.successor.id: attempt.end for attempt in attempts}
+    assert {end for name, end in finished.items() if name in {a.ref.id for a in attempts}} <= {End.LOST, End.CANCELLED}
 
 
 MISFITS = {
@@ -162,8 +164,8 @@ def test_rollouter_and_trainer_share_what_gpus_there_are(tmp_path, gpus, device,
 
 
 @pytest.mark.slow
-def test_missing_package_is_told_in_one_line(tmp_path):
-    code = "import sys; sys.modules['ray'] = None; from penstock.cli import main; main()"
+def test_missing_package_is_reported_in_one_line(tmp_path):
+    code = "import sys; sys.modules['ray'] = None; from penstock.cli.app import main; main()"
     file = str(write_run(tmp_path))
     for overrides in ((), ("--set", "scale.name=none", "--set", "rollout.executor=ray")):
         done = subprocess.run([sys.executable, "-c", code, "train", file, *overrides], capture_output=True, text=True, timeout=120)

@@ -12,10 +12,8 @@ import pytest
 from seed_blocks import FOLDER, read_seed
 from seed_rollouts import TASK, agent_around, agent_of, execute, run_rollouts
 
-from penstock.chat.renderer import Renderer
 from penstock.records import End
 from penstock.rollout.runner import NO_CALL
-from penstock.testing import write_tokenizer
 
 SEEDS = {number: read_seed(number) for number in ("000", "001", "002")}
 BLOCKS = {block.name: block for blocks in SEEDS.values() for block in blocks}
@@ -49,11 +47,6 @@ class SmallWorkflow(AgentWorkflow[MyConfig]):
 """
 
 
-@pytest.fixture(scope="module")
-def renderer(tmp_path_factory):
-    return Renderer.load(write_tokenizer(tmp_path_factory.mktemp("model")))
-
-
 def test_every_block_of_the_seeds_is_run_here():
     assert {number: len(blocks) for number, blocks in SEEDS.items()} == {"000": 7, "001": 6, "002": 9}
     run = [*SILENT, *SHAPES, *CONFIGS, *ONE_CALL_STRANDS, *TOOLS_STRANDS, *ONE_CALL_OPENAI, *GRADED, *FRAGMENTS, *COMMANDS]
@@ -62,13 +55,13 @@ def test_every_block_of_the_seeds_is_run_here():
 
 
 @pytest.mark.parametrize("name", SILENT)
-def test_a_workflow_without_a_call_is_found_and_told_what_it_lacks(renderer, tmp_path, name):
+def test_workflow_without_a_call_is_an_error(renderer, tmp_path, name):
     ran = run_rollouts(renderer, agent_of(tmp_path, BLOCKS[name].code), [])
     assert (ran.attempt.end, ran.heard) == (End.AGENT_ERROR, [])
     assert NO_CALL in ran.attempt.message
 
 
-def test_a_config_instance_of_the_file_and_the_toml_table_set_the_fields(tmp_path):
+def test_config_object_and_toml_set_the_fields(tmp_path):
     own = agent_of(tmp_path, BLOCKS["001-4"].code).workflow_config
     assert (own.name, own.max_iterations, own.concurrency.max_concurrent) == ("search-workflow", 8, 4)
     set_by_table = agent_of(tmp_path, BLOCKS["000-6"].code, {"max_iterations": 3}).workflow_config
@@ -76,7 +69,7 @@ def test_a_config_instance_of_the_file_and_the_toml_table_set_the_fields(tmp_pat
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_the_base_class_has_the_shape_that_is_shown_and_runs(renderer, name):
+def test_base_class_has_the_documented_shape(renderer, name):
     from osmosis_ai.rollout import AgentWorkflow, AgentWorkflowContext
     from penstock.sdk.workflow import TConfig
 
@@ -96,26 +89,26 @@ def test_the_base_class_has_the_shape_that_is_shown_and_runs(renderer, name):
 
     one = type("One", (AgentWorkflow,), {"__init__": shown.__init__, "run": run})
     ran = run_rollouts(renderer, replace(agent_around(run), workflow=one), ["42"])
-    assert (ran.ids, ran.attempt.reward) == ([(ran.attempt.rollout.id, "main")], 0.5)
+    assert (ran.ids, ran.attempt.reward) == ([(ran.attempt.ref.id, "main")], 0.5)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_config_class_serves_a_workflow(renderer, tmp_path, name):
+def test_config_class_serves_a_workflow(renderer, tmp_path, name):
     agent = agent_of(tmp_path, BLOCKS[name].code + WORKFLOW)
     ran = run_rollouts(renderer, agent, ["42"] * 12, count=12)
     config = agent.workflow_config
     limit = config.concurrency.max_concurrent
-    assert sorted(ran.ids) == sorted((attempt.rollout.id, config.name) for attempt in ran.attempts)
+    assert sorted(ran.ids) == sorted((attempt.ref.id, config.name) for attempt in ran.attempts)
     assert {attempt.end for attempt in ran.attempts} == {End.COMPLETED}
     assert limit == {"000-2": None, "000-3": 5}[name] and ran.most <= (limit or 12)
     assert type(config)(any_field=1).any_field == 1
 
 
 @pytest.mark.parametrize("name", ONE_CALL_STRANDS)
-def test_a_strands_agent_is_recorded_and_graded(renderer, tmp_path, name):
+def test_strands_agent_is_recorded_and_graded(renderer, tmp_path, name):
     ran = run_rollouts(renderer, agent_of(tmp_path, BLOCKS[name].code), ["It is 42."])
     transcript = ONE_CALL_STRANDS[name]
-    assert ran.ids == [(ran.attempt.rollout.id, transcript)]
+    assert ran.ids == [(ran.attempt.ref.id, transcript)]
     assert [step.transcript for step in ran.attempt.steps] == [transcript]
     (sample,) = ran.samples.values()
     assert [(m["role"], m["content"][0]["text"]) for m in sample.messages][-2:] == [
@@ -127,10 +120,10 @@ def test_a_strands_agent_is_recorded_and_graded(renderer, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", TOOLS_STRANDS)
-def test_a_strands_agent_with_tools_goes_on_until_it_calls_none(renderer, tmp_path, name):
+def test_strands_agent_ends_without_a_tool_call(renderer, tmp_path, name):
     agent = agent_of(tmp_path, BLOCKS[name].code)
     ran = run_rollouts(renderer, agent, [SEARCH, "Found it."])
-    assert ran.ids == [(ran.attempt.rollout.id, "search-agent")] * 2
+    assert ran.ids == [(ran.attempt.ref.id, "search-agent")] * 2
     messages = ran.samples["search-agent"].messages
     (use,) = [block["toolUse"] for message in messages for block in message["content"] if "toolUse" in block]
     (result,) = [block["toolResult"] for message in messages for block in message["content"] if "toolResult" in block]
@@ -141,10 +134,10 @@ def test_a_strands_agent_with_tools_goes_on_until_it_calls_none(renderer, tmp_pa
 
 
 @pytest.mark.parametrize("name", ONE_CALL_OPENAI)
-def test_an_openai_agent_is_recorded_and_graded(renderer, tmp_path, name):
+def test_openai_agent_is_recorded_and_graded(renderer, tmp_path, name):
     ran = run_rollouts(renderer, agent_of(tmp_path, BLOCKS[name].code), ["It is 42."])
     transcript = ONE_CALL_OPENAI[name]
-    assert ran.ids == [(ran.attempt.rollout.id, transcript)]
+    assert ran.ids == [(ran.attempt.ref.id, transcript)]
     *given, said = ran.samples[transcript].messages
     assert given == list(TASK.prompt)
     assert (said["type"], said["role"], said["status"]) == ("message", "assistant", "completed")
@@ -156,9 +149,9 @@ def test_an_openai_agent_is_recorded_and_graded(renderer, tmp_path, name):
 
 @pytest.mark.parametrize("name", GRADED)
 @pytest.mark.parametrize(("answer", "reward"), [("It is 42.", 1.0), ("It is 41.", 0.0)])
-def test_the_whole_example_is_graded_by_its_own_grader(renderer, tmp_path, name, answer, reward):
+def test_whole_example_is_graded_by_its_own_grader(renderer, tmp_path, name, answer, reward):
     ran = run_rollouts(renderer, agent_of(tmp_path, BLOCKS[name].code), [MULTIPLY, answer])
-    assert ran.ids == [(ran.attempt.rollout.id, "multiply-agent")] * 2
+    assert ran.ids == [(ran.attempt.ref.id, "multiply-agent")] * 2
     items = ran.samples["multiply-agent"].messages[len(TASK.prompt) :]
     assert [item["type"] for item in items] == ["function_call", "function_call_output", "message"]
     call, output, _ = items
@@ -203,52 +196,52 @@ def runner_class():
     return Runner
 
 
-def test_the_fragment_with_model_settings_makes_an_agent_that_uses_them(renderer):
+def test_model_settings_of_the_fragment_are_used(renderer):
     async def after(names, ctx):
         await run_agent(names["agent"], ctx)
 
     ran = played_fragment(renderer, "002-2", ["42"], after)
     (step,) = ran.attempt.steps
-    assert ran.ids == [(ran.attempt.rollout.id, "main")]
+    assert ran.ids == [(ran.attempt.ref.id, "main")]
     assert (step.sampling.temperature, step.sampling.top_p, ran.attempt.reward) == (1.0, 1.0, 0.5)
 
 
 @pytest.mark.parametrize("name", ["002-3", "002-7"])
-def test_the_fragment_with_a_session_names_the_transcript(renderer, name):
+def test_fragment_with_a_session_names_the_transcript(renderer, name):
     async def after(names, ctx):
         assert names["session"].name == names["session"].session_id == "main"
 
     lacked = {"OsmosisMemorySession": session_class, "Runner": runner_class, "agent": agent_named}
     ran = played_fragment(renderer, name, ["42"], after, **lacked)
-    assert ran.ids == [(ran.attempt.rollout.id, "main")]
+    assert ran.ids == [(ran.attempt.ref.id, "main")]
     assert [item["role"] for item in ran.samples["main"].messages] == ["system", "user", "assistant"]
     assert (ran.attempt.end, ran.attempt.reward) == (End.COMPLETED, 0.5)
 
 
-def test_the_fragment_with_two_sessions_makes_two_transcripts(renderer):
+def test_fragment_with_two_sessions_makes_two_transcripts(renderer):
     async def after(names, ctx):
         for role in ("planner", "executor"):
             await run_agent(agent_named(role), ctx, names[f"{role}_session"])
 
     ran = played_fragment(renderer, "002-4", ["a plan", "a deed"], after, OsmosisMemorySession=session_class)
-    assert ran.ids == [(ran.attempt.rollout.id, role) for role in ("planner", "executor")]
+    assert ran.ids == [(ran.attempt.ref.id, role) for role in ("planner", "executor")]
     said = {name: sample.messages[-1]["content"][0]["text"] for name, sample in ran.samples.items()}
     assert said == {"planner": "a plan", "executor": "a deed"}
 
 
-def test_the_fragment_that_imports_the_agent_class_makes_agents(renderer):
+def test_fragment_that_imports_the_agent_class_makes_agents(renderer):
     async def after(names, ctx):
         from osmosis_ai.rollout.integrations.agents.openai_agents import OsmosisRolloutModel
 
         await run_agent(names["OsmosisAgent"](name="assistant", model=OsmosisRolloutModel()), ctx)
 
     ran = played_fragment(renderer, "002-5", ["42"], after)
-    assert ran.ids == [(ran.attempt.rollout.id, "main")]
+    assert ran.ids == [(ran.attempt.ref.id, "main")]
 
 
-def test_the_fragment_that_replaces_the_model_routes_the_agent(renderer):
+def test_fragment_that_replaces_the_model_routes_the_agent(renderer):
     async def after(names, ctx):
         await run_agent(agent_named(model=names["model"]), ctx)
 
     ran = played_fragment(renderer, "002-6", ["42"], after)
-    assert ran.ids == [(ran.attempt.rollout.id, "main")]
+    assert ran.ids == [(ran.attempt.ref.id, "main")]

@@ -1,4 +1,4 @@
-"""Chat templates of the common model families, written from their documented formats, each with a small tokenizer of its own.
+"""Chat templates of the common model families, written from their documented formats, each with a small its own tokenizer.
 
 Every family's control tokens are single tokens, marked special or not as in the family's own tokenizer; all other text is
 byte-level BPE with a few hundred merges, so that most texts have many tokenizations.

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config import cache_folder, load_config, make_config
+from penstock.config import cache_folder, load_config, make_config, stored_config
 from penstock.errors import ConfigError
 
 LEAST = '[dataset]\ntrain = "tasks.jsonl"\n'
@@ -24,7 +24,7 @@ def complaint(folder: Path, text: str, *overrides: str) -> str:
     return message
 
 
-def test_paths_are_taken_from_the_files_folder_and_the_run_folder_from_here(tmp_path):
+def test_paths_are_relative_to_the_file(tmp_path):
     config = load_config(written(tmp_path, LEAST + 'eval = "held.jsonl"\n[agent]\nentry = "my.py"\n'))
     assert config.dataset.train == tmp_path / "tasks.jsonl"
     assert config.dataset.eval == tmp_path / "held.jsonl"
@@ -32,7 +32,7 @@ def test_paths_are_taken_from_the_files_folder_and_the_run_folder_from_here(tmp_
     assert config.run.folder == Path("runs")
 
 
-def test_an_override_wins_over_the_file_and_keeps_its_toml_type(tmp_path):
+def test_override_wins_over_file_and_keeps_its_toml_type(tmp_path):
     path = written(tmp_path, LEAST + "[train]\nlr = 1.0\n")
     config = load_config(path, ["train.lr=1e-5", "run.name=second", "train.shared_prefix=false", 'workflow.tags=["a", "b"]'])
     assert config.train.lr == 1e-5
@@ -52,12 +52,12 @@ def test_a_frozen_config_cannot_be_changed_later(tmp_path):
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"absent\.toml: no such file"):
+    with pytest.raises(ConfigError, match=r"absent\.toml"):
         load_config(tmp_path / "absent.toml")
 
 
 def test_a_folder_in_place_of_a_file_is_one_line(tmp_path):
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="read"):
         load_config(tmp_path)
 
 
@@ -74,6 +74,7 @@ def test_a_file_with_a_byte_order_mark_is_read(tmp_path):
     ("text", "said"),
     [
         (LEAST + "[rollout]\ngroup_sise = 4\n", "unknown key 'rollout.group_sise'; did you mean 'group_size'?"),
+        (LEAST + "[train]\npromote = true\n", "it was removed"),
         (LEAST + "[training]\nsteps = 1\n", "unknown key 'training'; did you mean 'train'?"),
         ('[datasets]\ntrain = "tasks.jsonl"\n', "unknown key 'datasets'; did you mean 'dataset'?"),
         (LEAST + "[policies.planner]\nlrr = 1\n", "unknown key 'policies.planner.lrr'; did you mean 'lr'?"),
@@ -108,7 +109,7 @@ def test_a_wrong_value_is_shown_with_its_key(tmp_path, text, said):
     assert said in complaint(tmp_path, text)
 
 
-def test_policies_keep_the_keys_of_their_engines_when_written_and_read_back(tmp_path):
+def test_policies_keep_engine_keys_after_a_round_trip(tmp_path):
     text = LEAST + '[policies.user]\nfrozen = true\n[policies.user.engine]\nname = "openai"\nurl = "http://h/v1"\n'
     config = load_config(written(tmp_path, text))
     assert config.policies["user"].engine.url == "http://h/v1"
@@ -119,7 +120,7 @@ def test_a_config_without_policies_has_no_such_key(tmp_path):
     assert "policies" not in load_config(written(tmp_path, LEAST)).model_dump(mode="json")
 
 
-def test_everything_that_is_wrong_is_told_at_once_each_on_a_line_of_its_own(tmp_path):
+def test_all_mistakes_are_reported_at_once(tmp_path):
     text = LEAST + '[train]\nlearning_rat = 1\nsteps = -1\n[rollout]\ngroup_sise = 4\n[engine]\nslot = 3\ndtype = "x"\n'
     with pytest.raises(ConfigError) as caught:
         load_config(written(tmp_path, text))
@@ -138,7 +139,7 @@ def test_a_mistyped_key_stands_for_the_one_that_is_missing(tmp_path):
 
 
 @pytest.mark.parametrize("override", ["train.lr", "=3", "", "train.=3", ".lr=3", "train..lr=3"])
-def test_an_override_without_key_or_value_says_how_to_write_it(tmp_path, override):
+def test_override_without_key_or_value_says_how_to_write_it(tmp_path, override):
     assert "write it as section.key=value" in complaint(tmp_path, LEAST, override)
 
 
@@ -157,3 +158,8 @@ def test_the_cache_is_where_the_environment_says(monkeypatch, tmp_path):
     monkeypatch.delenv("PENSTOCK_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert cache_folder() == tmp_path / "xdg" / "penstock"
+
+
+def test_stored_config_with_removed_keys_still_opens():
+    tree = {"dataset": {"train": "tasks.jsonl"}, "train": {"promote": True, "reward_range": [0, 2], "on_alarm": "rollback"}}
+    assert stored_config(tree, "config.json").train.on_alarm == "stop"

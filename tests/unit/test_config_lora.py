@@ -12,7 +12,7 @@ def config(**train: Any) -> RunConfig:
     return make_config({"dataset": {"train": "tasks.jsonl"}, "train": train}, "run.toml")
 
 
-def test_each_method_has_a_learning_rate_of_its_own():
+def test_each_method_has_a_learning_rate():
     assert config().train.lr == 2e-5
     assert config(method="lora").train.lr == 5e-4
     assert config(method="lora", lr=1e-3).train.lr == 1e-3
@@ -35,7 +35,7 @@ def test_all_linear_layers_but_the_head_are_adapted():
         ({"method": "qlora"}, "train.method"),
     ],
 )
-def test_a_setting_that_would_be_ignored_or_is_wrong_is_refused(train: dict[str, Any], problem: str):
+def test_setting_that_would_be_ignored_or_is_wrong_is_rejected(train: dict[str, Any], problem: str):
     with pytest.raises(ConfigError, match=problem):
         config(**train)
 

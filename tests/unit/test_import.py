@@ -34,7 +34,7 @@ def test_import_loads_nothing_heavy():
     assert loaded_after("import penstock") == [[]]
 
 
-def test_the_check_itself_sees_a_loaded_module_and_when_it_was_loaded():
+def test_check_itself_sees_loaded_module_and_when_it_was_loaded():
     assert loaded_after("tell()\nimport types; sys.modules['ray'] = types.ModuleType('ray')") == [[], ["ray"]]
 
 
@@ -44,5 +44,5 @@ def test_the_check_itself_sees_a_loaded_module_and_when_it_was_loaded():
 )
 def test_help_and_refusals_of_bad_input_load_nothing_heavy(commands, status, modules):
     each = f"assert run(each) == {status}, each\n    tell()"
-    told = loaded_after(f"from penstock.cli.app import run\nfor each in {commands!r}:\n    {each}", modules)
-    assert dict(zip(map(tuple, commands), told[:-1], strict=True)) == {tuple(each): [] for each in commands}
+    reported = loaded_after(f"from penstock.cli.app import run\nfor each in {commands!r}:\n    {each}", modules)
+    assert dict(zip(map(tuple, commands), reported[:-1], strict=True)) == {tuple(each): [] for each in commands}

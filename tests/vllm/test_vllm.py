@@ -21,8 +21,9 @@ from penstock.engines.servers.vllm import VllmSection
 from penstock.engines.token_sets import unpack_sets
 from penstock.models.cache import ModelFolder
 from penstock.models.pull import resolve
-from penstock.records import ReplyFormat, Sampling, Step
-from penstock.train.allowed import AllowedReplay
+from penstock.records import ReplyFormat, Sampling
+from penstock.testing import make_step
+from penstock.train.resources import AllowedReplay
 
 CLOSE = 1e-3
 """Of two float32 implementations of one model; measured: 3e-5."""
@@ -43,7 +44,7 @@ def server(request: pytest.FixtureRequest, model: ModelFolder, tmp_path_factory:
         yield url
 
 
-def test_greedy_tokens_and_their_probabilities_are_those_of_the_embedded_engine(server: str, model: ModelFolder):
+def test_greedy_tokens_and_their_probabilities_are_those_of_embedded_engine(server: str, model: ModelFolder):
     async def case(vllm: Engine, embedded: EmbeddedEngine, prompt: list[int]) -> None:
         sampling = Sampling(max_tokens=16, temperature=0.0)
         one, other = await read(vllm, prompt, sampling), await read(embedded, prompt, sampling)
@@ -54,7 +55,7 @@ def test_greedy_tokens_and_their_probabilities_are_those_of_the_embedded_engine(
     compare(case, server, model)
 
 
-def test_sampled_tokens_have_the_probabilities_that_the_embedded_engine_gives_them(server: str, model: ModelFolder):
+def test_sampled_tokens_have_probabilities_that_embedded_engine_gives_them(server: str, model: ModelFolder):
     async def case(vllm: Engine, embedded: EmbeddedEngine, prompt: list[int]) -> None:
         reply = await read(vllm, prompt, Sampling(max_tokens=12, seed=3))
         assert reply.logprobs == reply.full_logprobs
@@ -63,7 +64,9 @@ def test_sampled_tokens_have_the_probabilities_that_the_embedded_engine_gives_th
     compare(case, server, model)
 
 
-def test_of_tempered_tokens_is_told_which_log_probability_is_known(server: str, model: ModelFolder, request: pytest.FixtureRequest):
+def test_of_tempered_tokens_is_reported_which_log_probability_is_known(
+    server: str, model: ModelFolder, request: pytest.FixtureRequest
+):
     async def case(vllm: Engine, embedded: EmbeddedEngine, prompt: list[int]) -> None:
         reply = await read(vllm, prompt, Sampling(max_tokens=8, seed=3, temperature=0.7))
         processed = request.node.callspec.params["server"] == "processed_logprobs"
@@ -80,7 +83,7 @@ def test_the_most_likely_tokens_are_those_of_the_embedded_engine(server: str, mo
         for temperature in (0.0, 1.0, 0.7):
             reply = await read(vllm, prompt, Sampling(max_tokens=6, seed=3, temperature=temperature, top_logprobs=5))
             processed = request.node.callspec.params["server"] == "processed_logprobs"
-            if temperature == 0.7 and processed:  # the server tells them of the tempered distribution only
+            if temperature == 0.7 and processed:  # the server reports them of the tempered distribution only
                 assert reply.most_likely == ()
                 continue
             for place, likely in enumerate(reply.most_likely):
@@ -92,7 +95,7 @@ def test_the_most_likely_tokens_are_those_of_the_embedded_engine(server: str, mo
     compare(case, server, model)
 
 
-def test_a_reply_follows_its_schema_under_the_distribution_that_the_trainer_replays(
+def test_reply_follows_its_schema_under_distribution_that_trainer_replays(
     server: str, model: ModelFolder, request: pytest.FixtureRequest
 ):
     schema = {"type": "object", "properties": {"a": {"enum": ["x", "yz"]}, "b": {"type": "integer", "minimum": 10, "maximum": 99}}}
@@ -158,19 +161,7 @@ async def read(engine: Engine, prompt: Sequence[int], sampling: Sampling) -> Sam
 def allowed_rows(model: ModelFolder, embedded: EmbeddedEngine, sampling: Sampling, ids: tuple[int, ...]) -> torch.Tensor:
     """What the grammar allows in the place of each of `ids`, as the trainer replays it, [ids, vocabulary]."""
     vocabulary = embedded.decoder.shape.vocab_size
-    step = Step(
-        rollout_id="r",
-        index=0,
-        node=0,
-        transcript="main",
-        completion_ids=ids,
-        logprobs=(),
-        versions=(0,) * len(ids),
-        sampling=sampling,
-        finish="stop",
-        message={"role": "assistant", "content": ""},
-        chain="",
-    )
+    step = make_step("r", 0, ids, logprobs=(), sampling=sampling, message={"role": "assistant", "content": ""})
     replayed = AllowedReplay(model.path, vocabulary)(step)
     assert not replayed.problem
     return torch.from_numpy(unpack_sets(replayed.allowed, vocabulary))

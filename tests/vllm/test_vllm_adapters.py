@@ -10,8 +10,8 @@ from adapter_cases import random_adapter
 from engine_cases import joined
 from vllm_server import HOME, vllm_server
 
-from penstock.engines.adapter_files import model_digest
 from penstock.engines.base import SampledChunk
+from penstock.engines.checkpoint_files import model_digest
 from penstock.engines.embedded.decoder import causal, read_decoder_shape
 from penstock.engines.embedded.lora import load_policy
 from penstock.engines.servers.vllm import VllmEngine, VllmSection, open_engine
@@ -55,7 +55,7 @@ def gaps(folder: Path, reply: SampledChunk, last: int) -> list[float]:
     return [abs(float(scores[at, token]) - logprob) for at, (token, logprob) in places]
 
 
-def test_versions_and_policies_are_sampled_beside_each_other_each_with_its_own_adapter(server: str, model: Path, tmp_path: Path):
+def test_versions_and_policies_each_use_their_own_adapter(server: str, model: Path, tmp_path: Path):
     folders = {
         ("", 0): write(tmp_path, model, 0),
         ("", 1): write(tmp_path, model, 1),

@@ -21,7 +21,7 @@ from penstock.chat.renderer import Renderer
 from penstock.engines.servers.vllm import VllmSection, open_engine
 from penstock.gateway.graph import TokenGraph
 from penstock.pool.pictures import PictureStore
-from penstock.records import Attempt, Step
+from penstock.records import Rollout, Step
 from penstock.testing import workbench
 from penstock.train.sequences import exactness, read_graph, why_untrainable
 
@@ -53,11 +53,11 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[st
         yield url
 
 
-def test_a_conversation_with_pictures_has_the_log_probabilities_of_what_is_recorded(server: str, model: Path, tmp_path: Path):
+def test_conversation_with_pictures_has_log_probabilities_of_what_is_recorded(server: str, model: Path, tmp_path: Path):
     talk: list[dict[str, Any]] = []
     turns = ["Hello.", [{"type": "text", "text": "And <image>?"}, image(RED)], "More.", [image(BLUE), image(RED)]]
 
-    async def case() -> Attempt:
+    async def case() -> Rollout:
         section = VllmSection(name="vllm", url=(server,))
         engine = await asyncio.to_thread(open_engine, model, name="any", section=section, seed=0)
         async with workbench(engine, Renderer.load(model), pictures=tmp_path) as bench:
@@ -82,7 +82,7 @@ def test_a_conversation_with_pictures_has_the_log_probabilities_of_what_is_recor
         assert step.logprobs == pytest.approx(truth, abs=CLOSE), step.index
 
 
-def test_what_a_call_asks_for_holds_beside_pictures_too(server: str, model: Path, tmp_path: Path):
+def test_what_a_call_asks_for_holds_next_to_pictures_too(server: str, model: Path, tmp_path: Path):
     async def case() -> None:
         section = VllmSection(name="vllm", url=(server,))
         engine = await asyncio.to_thread(open_engine, model, name="any", section=section, seed=0)
@@ -115,13 +115,13 @@ def test_a_command_is_recorded_with_the_pictures_that_it_showed(server: str, mod
     )
     assert json.loads(done.stderr.splitlines()[-1])["exact_token_rate"] == 1.0
     audit = subprocess.run([*penstock, "verify", str(record), "--channel", "adhoc", "--json"], capture_output=True, text=True)
-    told = json.loads(audit.stdout)
-    assert (told["status"], told["exact_token_rate"], told["masked"]) == ("unproven", 1.0, {"picture_in_context": 2})
+    reported = json.loads(audit.stdout)
+    assert (reported["status"], reported["exact_token_rate"], reported["masked"]) == ("unproven", 1.0, {"picture_in_context": 2})
     assert [file.read_bytes() for file in (record / "pictures").iterdir()] == [RED]
 
 
 @torch.no_grad()
-def scores(shown: Any, model: Path, attempt: Attempt, step: Step, pictures: PictureStore) -> list[float]:
+def scores(shown: Any, model: Path, attempt: Rollout, step: Step, pictures: PictureStore) -> list[float]:
     """What transformers gives to a reply after the recorded ids and pictures."""
     graph = TokenGraph(attempt)
     prompt, seen = graph.prompt(step.node), graph.pictures(step.index)

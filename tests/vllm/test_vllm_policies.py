@@ -14,7 +14,7 @@ from penstock.models.pull import resolve
 from penstock.records import Step
 from penstock.run.inputs import read_inputs
 from penstock.run.recorded_run import open_recorded_run
-from penstock.train.run import train
+from penstock.train.trainer import train
 from penstock.train.verify import Audit, verify
 
 TEAM = Path(__file__).parents[1] / "faults" / "killed_run" / "team.py"
@@ -64,7 +64,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield url
 
 
-def test_two_policies_are_trained_and_every_token_is_that_of_its_own_adapter(server: str, tmp_path: Path) -> None:
+def test_two_policies_are_trained_and_every_token_is_that_adapter(server: str, tmp_path: Path) -> None:
     rows = [{"prompt": f"Write a short poem about {about}.", "label": ""} for about in ("rain", "snow", "wind", "fog")]
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "team.toml").write_text(CONFIG.format(folder=tmp_path, agent=TEAM, server=server))
@@ -76,7 +76,7 @@ def test_two_policies_are_trained_and_every_token_is_that_of_its_own_adapter(ser
         async with open_recorded_run(tmp_path / "team", channel="train") as recorded:
             audit = await verify(recorded, silent, tolerance=CLOSE)
             groups = [group async for page in recorded.pages() for group in page]
-        return audit, [step for group in groups for attempt in group.attempts for step in attempt.steps]
+        return audit, [step for group in groups for attempt in group.rollouts for step in attempt.steps]
 
     audit, steps = asyncio.run(read())
     # the log-probability of every token, as vLLM gave it, is that under its own policy's adapter of its version

@@ -1,6 +1,6 @@
 """A real vLLM server that takes weights: the contract of every engine, versions under load, and a whole training run.
 
-The model is SmolLM2 with an output layer of its own, for the reason that `VllmEngine.obstacle` gives, and an end-of-text token that
+The model is SmolLM2 with an output its own layer, for the reason that `VllmEngine.obstacle` gives, and an end-of-text token that
 is never sampled, so that replies are as long as the contract's tests ask for.
 """
 
@@ -29,8 +29,8 @@ from penstock.models.pull import resolve
 from penstock.records import Sampling
 from penstock.run.inputs import read_inputs
 from penstock.run.recorded_run import open_recorded_run
-from penstock.train.policy import write_model
-from penstock.train.run import train
+from penstock.train.checkpoints import write_model
+from penstock.train.trainer import train
 from penstock.train.verify import verify
 
 HERE = Path(__file__).parent
@@ -117,14 +117,14 @@ def test_a_damaged_folder_never_reaches_the_server(server: str, model: Path, tmp
 
     async def case() -> None:
         async with opened(server, model) as engine:
-            with pytest.raises(EngineError, match="does not hold whole weights"):
+            with pytest.raises(EngineError, match="weights"):
                 await engine.load(1, tmp_path / "1")
             assert len((await read(engine, PROMPT, Sampling(max_tokens=4))).ids) == 4
 
     asyncio.run(case())
 
 
-def test_a_load_that_breaks_off_in_the_middle_of_a_layer_is_undone(server: str, model: Path, tmp_path: Path):
+def test_load_that_stops_in_middle_of_layer_is_undone(server: str, model: Path, tmp_path: Path):
     """The next load fails too, as it meets what is left of that layer; the one after it is whole."""
     shutil.copytree(model, tmp_path / "1", ignore=shutil.ignore_patterns("*.safetensors"))
     weights = load_file(model / "model.safetensors")

@@ -3,7 +3,7 @@
 The glue is cut out of a rendering of two probe messages plus the new ones. That is only right if the template renders a turn
 independently of what came before it, so it is checked at start-up against whole renderings. A template may treat apart whether
 there are tools, a system text or reasoning, what the reply holds, and the roles that follow: each combination is a TurnPattern,
-checked by itself. Calls of a pattern that is not proven are rendered from scratch.
+checked alone. Calls of a pattern that is not proven are rendered from scratch.
 """
 
 import json
@@ -330,7 +330,7 @@ class BridgeChecker:
         return self._tails[key]
 
     def _as_rendered(self, message: Message) -> Message:
-        """The message in the form this template takes: reasoning inside the text if it has no place of its own."""
+        """The message in the form this template takes: reasoning inside the text if it has no separate place."""
         thought = message.get("reasoning_content")
         if not thought or not self._inline:
             return message

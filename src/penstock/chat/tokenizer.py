@@ -72,11 +72,11 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
-        """Read `tokenizer.json` and the files beside it; ModelError says what is missing."""
+        """Read `tokenizer.json` and the files next to it; ModelError names what is missing."""
         file = folder / "tokenizer.json"
         if not file.is_file():
             raise ModelError(f"{folder}: no tokenizer.json; give a model folder in the Hugging Face layout with a fast tokenizer")
-        with boundary(ModelError, f"{file} cannot be read"):
+        with boundary(ModelError, f"{file} cannot be read; restore it or pull the model again"):
             core = HfTokenizer.from_file(str(file))
         settings = _read_json(folder / "tokenizer_config.json")
         named = {key: text for key, value in settings.items() if key.endswith("_token") and (text := _token_text(value))}
@@ -230,5 +230,5 @@ def _token_text(value: Any) -> str | None:
 def _read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
-    with boundary(ModelError, f"{file} cannot be read"):
+    with boundary(ModelError, f"{file} cannot be read; restore it or pull the model again"):
         return orjson.loads(file.read_bytes())

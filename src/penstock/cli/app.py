@@ -1,6 +1,12 @@
 """The `penstock` command: all its subcommands, exit codes, and errors as text or JSON.
 
-A new command is a module of this folder and a line below.
+A new command is a module of this folder and a line below. Other wheels add commands with an entry point of the group
+`penstock.command`: a function `add_commands(root, groups)` that is called with the root and the groups of `GROUPS`. It may
+
+- add a command to a group or to the root; one of the same name replaces the core's command, at its place in the help;
+- fill a group that the core leaves empty (`rollout`, `dataset`), or add a group to `groups`.
+
+Commands and groups with a `rich_help_panel` are shown under that title.
 """
 
 import sys
@@ -16,32 +22,27 @@ from penstock import __version__
 from penstock.cli import (
     branch,
     compare,
-    controller,
-    datasets,
     doctor,
     evaluate,
     gateway,
     grader,
+    local_runs,
     models,
     pool,
     quickstart,
-    report,
-    rollout,
-    secrets,
     sft,
-    submitted,
     verify,
     view,
 )
 from penstock.cli import run as recording
 from penstock.cli import train as training
-from penstock.cli.interrupts import INTERRUPTED, leave
 from penstock.errors import ConfigError, ControllerError, Issue, PenstockError
+from penstock.registry import Registry
+from penstock.system.interrupts import INTERRUPTED, leave
 from penstock.system.processes import relax_gc
 
 HELP = ("-h", "--help")
-CONTROLLER = ("submit", "stop", "download", "secret", "controller")
-"""Commands that a controller carries out; help shows them apart."""
+PLUGINS = Registry("command", {})
 
 
 class Interrupted(Exception):
@@ -49,7 +50,7 @@ class Interrupted(Exception):
 
 
 class SectionedGroup(TyperGroup):
-    """A group whose help shows the commands for a controller apart from the others."""
+    """A group whose help shows commands with a panel under its title, after the others."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -58,13 +59,13 @@ class SectionedGroup(TyperGroup):
             raise Interrupted from cause
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        own = [name for name in self.list_commands(ctx) if not self.commands[name].hidden]
-        for title, names in (
-            ("Commands", [name for name in own if name not in CONTROLLER]),
-            ("Commands for runs that a controller carries out", [name for name in own if name in CONTROLLER]),
-        ):
+        sections: dict[str, list[str]] = {"Commands": []}
+        for name in self.list_commands(ctx):
+            if not self.commands[name].hidden:
+                sections.setdefault(getattr(self.commands[name], "rich_help_panel", None) or "Commands", []).append(name)
+        limit = formatter.width - 6 - max(len(name) for names in sections.values() for name in names)
+        for title, names in sections.items():
             if names:
-                limit = formatter.width - 6 - max(map(len, own))
                 with formatter.section(title):
                     formatter.write_dl([(name, self.commands[name].get_short_help_str(limit)) for name in names])
 
@@ -95,30 +96,38 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command("quickstart")(quickstart.quickstart)
-app.add_typer(quickstart.app, name="template")
 train = typer.Typer(cls=DefaultRunGroup, help="Train the policy of an agent, here (penstock train [FILE.toml]) or by a controller.")
 train.command("run")(training.train)
-submitted.add_run_commands(train, "train")
-app.add_typer(train, name="train")
-submitted.add_run_commands(evaluate.app, "eval")
-app.add_typer(evaluate.app, name="eval", cls=SectionedGroup)
+local_runs.add_run_commands(train, "train")
+local_runs.add_run_commands(evaluate.app, "eval")
 app.command("gateway")(gateway.gateway)
 app.command("run", context_settings={"allow_interspersed_args": False})(recording.run)
-app.add_typer(rollout.app, name="rollout")
 app.command("compare")(compare.compare)
 app.command("branch")(branch.branch)
-app.command("report")(report.report)
+app.command("report")(view.report)
 app.command("view")(view.view)
 app.command("verify")(verify.verify)
 app.command("sft")(sft.sft)
-app.add_typer(grader.app, name="grader")
-app.add_typer(pool.app, name="pool")
-app.add_typer(datasets.app, name="dataset")
-app.add_typer(models.app, name="model")
-app.add_typer(models.app, name="models", hidden=True)
-app.add_typer(secrets.app, name="secret")
-app.add_typer(controller.app, name="controller")
 app.command("doctor")(doctor.doctor)
+
+GROUPS = {
+    "template": quickstart.app,
+    "train": train,
+    "eval": evaluate.app,
+    "rollout": typer.Typer(help="Agents of a workspace, and an agent behind HTTP.", no_args_is_help=True),
+    "grader": grader.app,
+    "pool": pool.app,
+    "dataset": typer.Typer(help="Task files: check them, keep them with a controller, fetch them.", no_args_is_help=True),
+    "model": models.app,
+}
+"""In the order of the help. A group without commands is left out."""
+for plugin in sorted(PLUGINS):
+    PLUGINS.load(plugin)(app, GROUPS)
+for name, group in GROUPS.items():
+    if group.registered_commands:
+        kind = DefaultRunGroup if name == "train" else SectionedGroup
+        app.add_typer(group, name=name, cls=kind, rich_help_panel=group.rich_help_panel)
+app.add_typer(models.app, name="models", hidden=True)
 
 MAP = """Penstock makes any agent trainable. What to do first:
 

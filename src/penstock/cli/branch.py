@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 import orjson
 import typer
 
-from penstock.cli.interrupts import INTERRUPTED, TERMINATE_S, Interrupts
-from penstock.cli.output import aligned, counts, reward_text, table_lines, warn
+from penstock.cli.output import table_lines, warn
 from penstock.errors import ConfigError
+from penstock.system.interrupts import INTERRUPTED, TERMINATE_S, Interrupts
+from penstock.view.formatting import aligned, counts, reward_text
 
 if TYPE_CHECKING:
-    from penstock.cli.eval_view import EvalView
     from penstock.config import RunConfig
     from penstock.evals.branch import BranchReport, RecordedRollout, StepValue
+    from penstock.view.eval_view import EvalView
 
 
 def branch(
@@ -37,25 +38,25 @@ def branch(
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over; branches of the same name are kept aside.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Run an agent again from any call of a recorded rollout, and tell what the call was worth.
+    """Run an agent again from any call of a recorded rollout, and measure what the call was worth.
 
-    The program is started anew and gets the stored replies until it makes that call; from there on replies are sampled. Where a
-    request differs from the record, the branch is void and the first byte that differs is told. Exit code 1 where all are void.
+    The program is started again and gets the stored replies until it makes that call; later replies are sampled. Where a
+    request differs from the record, the branch is void and the first differing byte is reported. Exit code 1 where all are void.
     """
-    from penstock.cli.eval_view import EvalView
     from penstock.evals.branch import branch_config, branch_steps, read_rollout
+    from penstock.view.eval_view import EvalView
 
     if bool(step) == all_steps:
         raise ConfigError("name a call with --step K, or all of them with --all-steps")
     recorded = read_rollout(folder, rollout)
-    steps = branch_steps(recorded.attempt, step or [])
+    steps = branch_steps(recorded.rollout, step or [])
     config = branch_config(recorded, count=number, name=name, model=model, temperature=temperature, overrides=overrides or [])
     view = EvalView(plain=as_json)
     try:
         with contextlib.redirect_stdout(sys.stderr), view:
             found = _branch(recorded, steps, config, view, fresh=fresh)
     except asyncio.CancelledError:
-        warn("quit; the same command goes on")
+        warn("quit; run the same command to resume")
         raise typer.Exit(INTERRUPTED) from None
     typer.echo(orjson.dumps(found.as_json()).decode() if as_json else as_text(found))
     if found.status == "stopped":

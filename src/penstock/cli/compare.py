@@ -7,22 +7,22 @@ from typing import TYPE_CHECKING, Annotated
 import orjson
 import typer
 
-from penstock.cli.output import aligned
+from penstock.view.formatting import aligned
 
 if TYPE_CHECKING:
-    from penstock.reports.compare_runs import PairedRewards, RunComparison
+    from penstock.evals.compare_runs import PairedRewards, RunComparison
 
 
 def compare(
     first: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a training run.")],
-    second: Annotated[Path, typer.Argument(metavar="OTHER", help="That of another one, on the same tasks.")],
+    second: Annotated[Path, typer.Argument(metavar="OTHER", help="The folder of another run on the same tasks.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print the comparison as JSON.")] = False,
 ) -> None:
-    """Tell whether the second training run did better than the first: on held-out tasks, and in training.
+    """Compare two training runs on held-out tasks and in training.
 
-    Tasks are paired, and in training groups of the same task in the order in which they were drawn: runs of one seed draw the same.
+    Pairs held-out tasks, and training groups of the same task in draw order. Runs with the same seed draw the same tasks.
     """
-    from penstock.reports.compare_runs import compare_runs
+    from penstock.evals.compare_runs import compare_runs
 
     found = asyncio.run(compare_runs(first, second))
     typer.echo(orjson.dumps(found.as_json(), option=orjson.OPT_NON_STR_KEYS).decode() if as_json else as_text(found))

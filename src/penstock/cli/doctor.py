@@ -17,13 +17,9 @@ from typing import Annotated, Literal
 import orjson
 import typer
 
-from penstock.config import ModelSection, cache_folder, read_toml
-from penstock.errors import ConfigError
+from penstock.config import ModelSection, cache_folder
 from penstock.models import find_cached
 from penstock.system.packages import install_command
-from penstock.workspace.experiment import is_experiment, read_experiment
-from penstock.workspace.layout import EVALS, FOLDERS, TRAININGS, Workspace, find_workspace
-from penstock.workspace.sections import RunKind
 
 GB = 1024**3
 DISK_NEEDED, DISK_WANTED = 2 * GB, 8 * GB
@@ -42,23 +38,15 @@ class Check:
     remedy: str = ""
 
 
-def doctor(
-    path: Annotated[Path, typer.Argument(metavar="[PATH]", help="A workspace, or a folder that shall be one.")] = Path(),
-    fix: Annotated[bool, typer.Option("--fix", help="Make the folders of a workspace that are missing.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the checks as JSON.")] = False,
-) -> None:
-    """Check that training can run on this machine (exit code 1 if not), with a remedy for all that is missing.
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the checks as JSON.")] = False) -> None:
+    """Check that training can run on this machine (exit code 1 if not), with a remedy for all that is missing."""
+    print_checks(run_checks(), as_json=as_json)
 
-    In a workspace, its layout and experiment files are checked too; --fix makes PATH one.
-    """
-    from penstock.workspace.scaffold import create_missing_folders
 
-    if not path.is_dir():
-        raise ConfigError(f"{path}: no such folder; give a workspace, or a folder that shall be one")
-    made = create_missing_folders(path) if fix and find_workspace(path) is None else []
-    checks = [*run_checks(), *workspace(path, made)]
+def print_checks(checks: list[Check], *, fixed: Sequence[str] = (), as_json: bool) -> None:
+    """Prints the checks and what was fixed, and exits."""
     passed = all(check.state != "fail" for check in checks)
-    result = {"ok": passed, "fixed": made, "checks": [asdict(check) for check in checks]}
+    result = {"ok": passed, "fixed": list(fixed), "checks": [asdict(check) for check in checks]}
     typer.echo(orjson.dumps(result).decode() if as_json else as_text(checks))
     raise typer.Exit(0 if passed else 1)
 
@@ -80,33 +68,35 @@ def as_text(checks: list[Check]) -> str:
 
 def run_checks() -> list[Check]:
     """All checks, in the order in which to fix them."""
-    return [python(), *packages(), torch_device(), memory(), disk(), cache(), model(), loopback()]
+    version = Check(name="penstock", state="ok", found=metadata.version("penstock-rl"))
+    return [python(), version, *packages(), torch_device(), memory(), disk(), cache(), model(), loopback()]
 
 
 def python() -> Check:
     return Check(name="python", state="ok", found=f"{platform.python_version()} in {sys.prefix}")
 
 
-def packages() -> Iterator[Check]:
-    """Check the core and every extra against the installed package's requirements; nothing is imported."""
-    yield Check(name="penstock", state="ok", found=metadata.version("penstock"))
+def packages(wheel: str = "penstock-rl", *, label: str = "core") -> Iterator[Check]:
+    """Checks the requirements of an installed wheel and of its extras; imports nothing. `label` names those without an extra."""
     wanted: dict[str, list[str]] = {}
-    for requirement in metadata.requires("penstock") or []:
+    for requirement in metadata.requires(wheel) or []:
         extra = re.search(r"extra == ['\"]([^'\"]+)['\"]", requirement)
-        wanted.setdefault(extra.group(1) if extra else "", []).append(re.split(r"[^A-Za-z0-9._-]", requirement)[0])
+        name = re.split(r"[^A-Za-z0-9._-]", requirement)[0]
+        if not name.startswith("penstock-"):
+            wanted.setdefault(extra.group(1) if extra else "", []).append(name)
     wanted.pop("dev", None)  # for those who work on penstock itself
     for extra, names in wanted.items():
-        yield _extra(extra, names)
+        yield _extra(extra, names, wheel, extra or label)
 
 
-def _extra(extra: str, names: list[str]) -> Check:
+def _extra(extra: str, names: list[str], wheel: str, label: str) -> Check:
     versions = {name: _version(name) for name in names}
     missing = [name for name, version in versions.items() if version is None]
-    label = extra or "core"
     if not missing:
         return Check(name=label, state="ok", found=", ".join(f"{name} {version}" for name, version in versions.items()))
-    needed = extra in ("", "local")
-    return Check(name=label, state="fail" if needed else "note", found=f"not installed: {', '.join(missing)}", remedy=_pip(extra))
+    state = "fail" if extra in ("", "local") else "note"
+    remedy = install_command(extra, wheel=wheel) if extra else f"pip install {' '.join(missing)}"
+    return Check(name=label, state=state, found=f"not installed: {', '.join(missing)}", remedy=remedy)
 
 
 def _version(name: str) -> str | None:
@@ -116,15 +106,11 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _pip(extra: str) -> str:
-    return install_command(extra) if extra else "pip install -e . (in the checkout)"
-
-
 def torch_device() -> Check:
     try:
         import torch
     except ImportError as cause:
-        return Check(name="device", state="fail", found=f"torch cannot be imported: {cause}", remedy=_pip("local"))
+        return Check(name="device", state="fail", found=f"torch cannot be imported: {cause}", remedy=install_command("local"))
     if torch.cuda.is_available():
         return Check(name="device", state="ok", found=f"cuda: {torch.cuda.get_device_name()}")
     return Check(name="device", state="ok", found=f"cpu, {torch.get_num_threads()} threads")
@@ -203,31 +189,3 @@ def loopback() -> Check:
             remedy="allow local sockets in this sandbox or container",
         )
     return Check(name="loopback", state="ok", found="a port of 127.0.0.1 can be bound")
-
-
-def workspace(path: Path, made: Sequence[str] = ()) -> Iterator[Check]:
-    """Check the workspace around `path` and its experiment files; nothing if there is none."""
-    found = find_workspace(path)
-    if found is None:
-        folder = path.resolve()
-        missing = Workspace(folder).missing()
-        if len(missing) < len(FOLDERS):  # an incomplete workspace, not just any folder
-            remedy = f"make it with: penstock doctor {path} --fix"
-            yield Check(name="workspace", state="note", found=f"{folder} has no {', '.join(missing)}", remedy=remedy)
-        return
-    created = f"; made {', '.join(made)}" if made else ""
-    yield Check(name="workspace", state="ok", found=f"{found.path}{created}; rollouts: {', '.join(found.rollouts()) or 'none yet'}")
-    kinds: tuple[tuple[str, RunKind], ...] = ((EVALS, "eval"), (TRAININGS, "train"))
-    for folder, kind in kinds:
-        for file in sorted((found.path / folder).glob("*.toml")):
-            yield from _experiment(file, kind)
-
-
-def _experiment(file: Path, kind: RunKind) -> Iterator[Check]:
-    try:
-        tables = read_toml(file)
-        if is_experiment(tables):
-            read_experiment(tables, kind, file.name)
-    except ConfigError as error:
-        lines = [issue.line for issue in error.issues] or [str(error)]
-        yield Check(name=file.stem, state="note", found=f"{file}: {'; '.join(lines)}", remedy="fix the file")

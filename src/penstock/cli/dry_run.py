@@ -8,23 +8,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 import orjson
 import typer
 
-from penstock.cli.output import NOTICES, aligned, reward_text, warn
+from penstock.cli.output import warn
+from penstock.view.formatting import NOTICES, aligned, reward_text
 
 if TYPE_CHECKING:
-    from penstock.config import RunConfig
-    from penstock.workspace.preflight import DryRunResult
-    from penstock.workspace.sections import RunKind
+    from penstock.config import RunConfig, RunKind
+    from penstock.run.preflight import DryRunResult
 
 Option = Annotated[bool, typer.Option("--dry-run", help="Check everything, run one rollout, and leave nothing behind.")]
 
 
 def try_once(config: "RunConfig", kind: "RunKind", *, as_json: bool, following: str) -> None:
     """Run the first task, print the result and exit, with code 1 if the rollout failed. `following` is the real command."""
-    from penstock.workspace.preflight import check_project, dry_run
+    from penstock.run.preflight import check_project, dry_run
+    from penstock.train.algorithm import check_algorithm
 
-    check_project(config, f"the run {config.run.name!r}")
+    check_project(config, f"the run {config.run.name!r}", check_algorithm)
     with contextlib.redirect_stdout(sys.stderr):
-        found = dry_run(config, kind=kind, listener=Notices())
+        found = dry_run(config, check_algorithm, kind=kind, listener=Notices())
     typer.echo(orjson.dumps(asdict(found)).decode() if as_json else as_text(found, following))
     raise typer.Exit(0 if found.completed else 1)
 

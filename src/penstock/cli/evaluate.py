@@ -10,13 +10,12 @@ import orjson
 import typer
 
 from penstock.cli import dry_run
-from penstock.cli.interrupts import INTERRUPTED, TERMINATE_S, Interrupts
 from penstock.cli.output import PLAIN, check_format, warn
+from penstock.config import CONFIG_FILE
 from penstock.errors import ConfigError, PenstockError
-from penstock.workspace.scaffold import CONFIG_FILE
+from penstock.system.interrupts import INTERRUPTED
 
 if TYPE_CHECKING:
-    from penstock.cli.eval_view import EvalView
     from penstock.config import RunConfig
     from penstock.evals.rubric import JudgedRow, RubricResult
     from penstock.evals.run import Evaluation
@@ -44,7 +43,6 @@ def run(
     samples: Annotated[int | None, typer.Option(help="Attempts at each task.")] = None,
     rows: Annotated[str | None, typer.Option(help="Which tasks, such as 0-9,17.")] = None,
     concurrency: Annotated[int | None, typer.Option(help="Rollouts that run at once.")] = None,
-    processes: Annotated[int | None, typer.Option(help="Processes that make them; not for the embedded engine.")] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one key; may be repeated.")
     ] = None,
@@ -54,12 +52,13 @@ def run(
     plain: Plain = False,
     dry: dry_run.Option = False,
 ) -> None:
-    """Try an agent on tasks and tell its rewards.
+    """Run an agent on tasks and report its rewards.
 
-    The same command goes on where an earlier one stopped. Ctrl-C stops now (exit code 130); nothing that has ended is run again.
+    Run the same command to resume an evaluation that stopped. Ctrl-C stops it (exit code 130); finished rollouts are kept.
     """
-    from penstock.cli.eval_view import EvalView
+    from penstock import api
     from penstock.evals.run import evaluation_config
+    from penstock.view.eval_view import EvalView
 
     check_format(as_json=as_json, plain=plain)
     flags: dict[str, Any] = {
@@ -71,18 +70,19 @@ def run(
         "eval.samples": samples,
         "eval.rows": rows,
         "rollout.concurrency": concurrency,
-        "eval.processes": processes,
     }
     set_flags = [f"{key}={orjson.dumps(value).decode()}" for key, value in flags.items() if value is not None]
-    config = evaluation_config(_config(file, agent, dataset, [*set_flags, *(overrides or [])]))
+    config = _config(file, agent, dataset, [*set_flags, *(overrides or [])])
     if dry:
-        dry_run.try_once(config, "eval", as_json=as_json, following="penstock eval run" + (f" {file}" if file else ""))
+        dry_run.try_once(
+            evaluation_config(config), "eval", as_json=as_json, following="penstock eval run" + (f" {file}" if file else "")
+        )
     view = EvalView(plain=plain)
     try:
-        with contextlib.redirect_stdout(sys.stderr), view:
-            found = _evaluate(config, view, fresh=fresh, retry_failed=retry_failed)
-    except asyncio.CancelledError:
-        warn("quit; the same command goes on")
+        with contextlib.redirect_stdout(sys.stderr):
+            found = api.evaluate(config=config, progress=view, fresh=fresh, retry_failed=retry_failed)
+    except KeyboardInterrupt:
+        warn("quit; run the same command to resume")
         raise typer.Exit(INTERRUPTED) from None
     train = "" if agent or not config.engine.trainable else "penstock train" + (f" {file}" if file else "")
     _print_evaluation(found, train, as_json=as_json, plain=plain)
@@ -102,9 +102,9 @@ def compare(
     as_json: AsJson = False,
     plain: Plain = False,
 ) -> None:
-    """Tell whether B does better than A on the tasks that both tried, task by task."""
-    from penstock.cli.eval_view import comparison_lines, comparison_text
-    from penstock.evals.compare import compare as paired
+    """Compare two evaluations task by task, on the tasks that both tried."""
+    from penstock.evals.outcome import compare as paired
+    from penstock.view.eval_view import comparison_lines, comparison_text
 
     check_format(as_json=as_json, plain=plain)
     found = asyncio.run(paired(first, second))
@@ -128,9 +128,9 @@ def regrade(
 
     A grader sees the messages as they were recorded, in the OpenAI form, whatever framework the agent used.
     """
-    from penstock.cli.eval_view import regrade_lines, regrade_text
     from penstock.evals.regrade import regrade as grade_again
     from penstock.evals.regrade import regrade_config
+    from penstock.view.eval_view import regrade_lines, regrade_text
 
     check_format(as_json=as_json, plain=plain)
     config = regrade_config(folder, agent=agent, name=name or f"{folder.resolve().name}-regraded", overrides=overrides or ())
@@ -177,7 +177,7 @@ def rubric(
             scale=Scale(score_min, score_max),
             samples=number,
             output=output,
-            tell=lambda done, total: typer.echo(f"{done}/{total} verdicts", err=True),
+            progress=lambda done, total: typer.echo(f"{done}/{total} verdicts", err=True),
         )
     )
     typer.echo(
@@ -193,7 +193,7 @@ def rubric(
 
 def _config(file: Path | None, agent: Path | None, dataset: Path | None, overrides: list[str]) -> "RunConfig":
     from penstock.config import make_config, override
-    from penstock.workspace.opening import load_run_config
+    from penstock.run.config_file import load_run_config
 
     if file is not None and agent is not None:
         raise ConfigError("--agent goes without a file: set agent.entry in the file, or leave the file out")
@@ -211,26 +211,9 @@ def _config(file: Path | None, agent: Path | None, dataset: Path | None, overrid
     return config
 
 
-def _evaluate(config: "RunConfig", view: "EvalView", *, fresh: bool, retry_failed: bool) -> "Evaluation":
-    from penstock.evals.run import evaluate
-    from penstock.run.inputs import read_inputs
-    from penstock.train.algorithm import check_algorithm  # the file is that of a training run, so all of it is checked
-
-    inputs = read_inputs(config, view, check=check_algorithm, all_heldout=True)
-
-    async def work() -> "Evaluation":
-        stop = asyncio.Event()
-        with Interrupts(
-            stop, lambda: view.notice("Stopping; what runs is made again by the same command."), terminate_s=TERMINATE_S
-        ):
-            return await evaluate(config, inputs, listener=view, stop=stop, fresh=fresh, retry_failed=retry_failed)
-
-    return asyncio.run(work())
-
-
 def _print_evaluation(found: "Evaluation", train: str, *, as_json: bool, plain: bool) -> None:
-    from penstock.cli.eval_view import as_text, evaluation_lines
     from penstock.evals.run import as_json as result_fields
+    from penstock.view.eval_view import as_text, evaluation_lines
 
     page = _write_page(Path(found.folder))
     if as_json:
@@ -243,7 +226,7 @@ def _print_evaluation(found: "Evaluation", train: str, *, as_json: bool, plain: 
 
 def _write_page(folder: Path) -> Path | None:
     """Write the report and return its path; a report that cannot be written must not fail an evaluation that was made."""
-    from penstock.reports.evaluation import write_eval_page
+    from penstock.view.eval_page import write_eval_page
 
     try:
         return asyncio.run(write_eval_page(folder))

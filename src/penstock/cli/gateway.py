@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import orjson
 import typer
 
-from penstock.cli.interrupts import INTERRUPTED, Interrupts
-from penstock.cli.output import counts, stage_progress, warn
+from penstock.cli.output import stage_progress, warn
 from penstock.errors import ConfigError
+from penstock.system.interrupts import INTERRUPTED, Interrupts
+from penstock.view.formatting import counts
 
 if TYPE_CHECKING:
     from penstock.gateway.standalone import ModelFiles, Settings
@@ -37,8 +38,8 @@ def gateway(
     folder: Annotated[Path, typer.Option(help="Where everything is recorded.")] = Path("runs/gateway"),
     host: Annotated[str, typer.Option(help="The interface to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 0,
-    workers: Annotated[int, typer.Option(min=1, metavar="N", help="Processes on the port; for engines behind --url.")] = 1,
-    otel: Annotated[bool, typer.Option("--otel", help="Tell OpenTelemetry of every call.")] = False,
+    workers: Annotated[int, typer.Option(min=1, metavar="N", help="Only 1; for more, run several gateways on PostgreSQL.")] = 1,
+    otel: Annotated[bool, typer.Option("--otel", help="Report every call to OpenTelemetry.")] = False,
     is_open: Annotated[bool, typer.Option("--open", help="Ask for no tokens; on this machine only.")] = False,
     sessions: Annotated[
         bool, typer.Option("--sessions", help="Give out a key under which each session id of a client is a rollout.")
@@ -50,25 +51,23 @@ def gateway(
 
     Prints one line of JSON once it serves. SIGTERM or Ctrl-C stop it: calls under way may end first (gateway.drain_s).
     """
+    if workers > 1:
+        text = "--workers: a gateway is one process; to use more cores, run several gateways with one PostgreSQL pool"
+        raise ConfigError(f"{text}: --pool postgres --set pool.url=…")
     sections = {"pool": {"name": pool}, "gateway": {"host": host, "port": port} | ({"otel": True} if otel else {})}
     settings = make_settings(engine, model, url or [], overrides or [], sections)
-    raise typer.Exit(serve(settings, folder=folder, workers=workers, is_open=is_open, sessions=sessions, quiet=as_json))
+    raise typer.Exit(serve(settings, folder=folder, is_open=is_open, sessions=sessions, quiet=as_json))
 
 
-def serve(
-    settings: "Settings", *, folder: Path, workers: int = 1, is_open: bool = False, sessions: bool = False, quiet: bool = False
-) -> int:
+def serve(settings: "Settings", *, folder: Path, is_open: bool = False, sessions: bool = False, quiet: bool = False) -> int:
     """Serve until a signal comes and return the exit code. A line of JSON on stdout says when it serves, and where."""
     from penstock.gateway.standalone import hold_folder, load_secret, make_folder, write_tokens
     from penstock.http.listen import bind
 
-    check_workers(settings, workers)
     if is_open:
         check_open_host(settings)
     place = settings.gateway
-    if workers > 1 and place.port:
-        bind(place.host, place.port).close()  # a port that others share could be bound, and would not be ours
-    with bind(place.host, place.port, shared=workers > 1) as sock:
+    with bind(place.host, place.port) as sock:
         found = get_model(settings)
         make_folder(folder, settings, found)
         with hold_folder(folder):
@@ -84,7 +83,7 @@ def serve(
                 quiet=quiet,
             )
             try:
-                first = asyncio.run(_serve(notices, sock) if workers == 1 else _supervise(notices, workers))
+                first = asyncio.run(_serve(notices, sock))
             except asyncio.CancelledError:
                 first = signal.SIGINT
     return INTERRUPTED if first == signal.SIGINT else 0
@@ -120,16 +119,6 @@ def get_model(settings: "Settings") -> "ModelFiles":
         with stage_progress() as progress:
             found = resolve(name, progress)
     return ModelFiles(found.name, found.path)
-
-
-def check_workers(settings: "Settings", workers: int) -> None:
-    """ConfigError if several workers would each have what they must share."""
-    from penstock.pool import POOLS
-
-    if workers > 1 and settings.engine.in_process:
-        raise ConfigError("--workers: each process would hold weights of its own; use one, or --engine vllm --url …")
-    if workers > 1 and not POOLS.load(settings.pool.name).shareable:
-        raise ConfigError("--workers: a pool in memory cannot be shared; use --pool sqlite")
 
 
 def check_open_host(settings: "Settings") -> None:
@@ -217,27 +206,4 @@ async def _serve(notices: GatewayNotices, sock: socket.socket) -> int | None:
             await stop.wait()
         if opened.gateway.counts:
             notices.warn(f"not done as asked: {counts(opened.gateway.counts)}")
-        return interrupts.first
-
-
-async def _supervise(notices: GatewayNotices, workers: int) -> int | None:
-    """Keep several processes serving until a signal comes; returns its number."""
-    from penstock.gateway.workers import WorkerSupervisor, make_worker_config
-
-    config = make_worker_config(
-        notices.settings,
-        notices.model,
-        folder=notices.folder,
-        port=notices.port,
-        workers=workers,
-        is_open=notices.is_open,
-        sessions=notices.sessions,
-    )
-    stop = asyncio.Event()
-
-    def serving(pids: list[int]) -> None:
-        notices.announce(os.getpid(), workers=workers, worker_pids=pids)
-
-    with Interrupts(stop, notices.announce_stop) as interrupts:
-        await WorkerSupervisor(config, drain_s=notices.settings.gateway.drain_s, ready=serving, report=notices.warn).run(stop)
         return interrupts.first

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Annotated
 import orjson
 import typer
 
-from penstock.cli.output import aligned, warn
-from penstock.workspace.scaffold import CONFIG_FILE
+from penstock.cli.output import warn
+from penstock.config import CONFIG_FILE
+from penstock.view.formatting import aligned
 
 if TYPE_CHECKING:
-    from penstock.graders.attack import AttackReport, Finding
+    from penstock.run.grader_attack import AttackReport, Finding
 
 app = typer.Typer(help="Look into the grader of an agent.")
 SHOWN_CHARS = 60
@@ -36,9 +37,8 @@ def attack(
     A policy finds such holes within some dozen steps, and the reward rises while nothing is learned. No model is loaded; a grader
     that asks a judge asks it for every try. Exit code 1 where a hole was found.
     """
-    from penstock.graders.attack import as_fields
-    from penstock.run.grader_attack import attack_grader, read_tasks
-    from penstock.workspace.opening import load_run_config
+    from penstock.run.config_file import load_run_config
+    from penstock.run.grader_attack import as_fields, attack_grader, read_tasks
 
     config = load_run_config(file, overrides or (), "train", warn=warn)
     report = attack_grader(config, read_tasks(config), count=count, limit_s=seconds)

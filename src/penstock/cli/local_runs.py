@@ -1,29 +1,81 @@
-"""Run folders of this folder, as `penstock eval|train list, info, logs` show them: read from `runs/`, nothing is started."""
+"""`penstock eval|train list, info, logs`: the run folders of this folder, read from `runs/`."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import orjson
+import typer
 
-from penstock.cli.live import RunState, event_line
-from penstock.cli.output import TableColumn, labelled_lines, reward_text
-from penstock.errors import ConfigError, ControllerError
+from penstock.cli.output import AsJson, Plain, TableColumn, labelled_lines, print_result, print_table, save_file
+from penstock.errors import ConfigError
 from penstock.run.folder import RunFolder, find_run_folder
 from penstock.run.shortfalls import Shortfall, add_shortfalls, read_shortfalls, shortfall_rows, shortfalls_json
 from penstock.system.locks import is_locked
+from penstock.view.formatting import reward_text
+from penstock.view.live import RunState, event_line
 
 if TYPE_CHECKING:
-    from penstock.controller.client import ControllerClient
-    from penstock.controller.runs import RunKind
+    from penstock.config import RunKind
 
-HTTP_NOT_FOUND = 404
+KIND_NAMES: dict["RunKind", str] = {"eval": "evaluation", "train": "training run"}
 PLACES: dict["RunKind", Path] = {"train": Path("runs"), "eval": Path("runs/evals")}
 COLUMNS = tuple(
     TableColumn(name, lambda row, name=name: row.get(name)) for name in ("name", "status", "step", "reward", "model", "folder")
 )
+Name = Annotated[str, typer.Argument(metavar="NAME", help="The run's name or id.")]
+Output = Annotated[Path | None, typer.Option("-o", "--output", help="Write what --json prints to this file too.")]
+LOG_LINES = 50
+
+
+def add_run_commands(app: typer.Typer, kind: "RunKind") -> None:
+    """Adds the commands about run folders of this kind to a group."""
+    word = "an evaluation" if kind == "eval" else "a training run"
+    app.command("list", help=f"List the {KIND_NAMES[kind]}s in run folders here, newest first.")(_list(kind))
+    app.command("info", help=f"Print the state of {word} in a run folder here.")(_info(kind))
+    app.command("logs", help=f"Print the log of {word} in a run folder here.")(_logs(kind))
+
+
+def _list(kind: "RunKind") -> Callable[..., None]:
+    def list_runs(plain: Plain = False, as_json: AsJson = False) -> None:
+        empty = f"no {KIND_NAMES[kind]} in {PLACES[kind]}/ here; begin with: penstock {kind} run"
+        print_table({"local_runs": local_runs(kind)}, "local_runs", COLUMNS, as_json=as_json, plain=plain, empty=empty)
+
+    return list_runs
+
+
+def _info(kind: "RunKind") -> Callable[..., None]:
+    def details(name: Name, output: Output = None, as_json: AsJson = False) -> None:
+        found = local_info(kind, _open_run(kind, name))
+        print_info(name, found, info_text(kind, found), output=output, as_json=as_json)
+
+    return details
+
+
+def _logs(kind: "RunKind") -> Callable[..., None]:
+    def logs(
+        name: Name,
+        limit: Annotated[int, typer.Option(min=1, help="The most lines to print, the newest.")] = LOG_LINES,
+        as_json: AsJson = False,
+    ) -> None:
+        print_log(_open_run(kind, name), limit, as_json=as_json)
+
+    return logs
+
+
+def print_info(name: str, found: dict[str, Any], text: str, *, output: Path | None, as_json: bool) -> None:
+    """Prints what is known of a run, and saves it if `output` names a file or a folder."""
+    if output is not None:
+        save_file(output / f"{name}.json" if output.is_dir() else output, orjson.dumps(found, option=orjson.OPT_INDENT_2))
+    print_result(found, text, as_json=as_json)
+
+
+def print_log(run: RunFolder, limit: int | None, *, as_json: bool) -> None:
+    lines = list(log_lines(run))
+    shown = lines[-limit:] if limit else lines
+    typer.echo(orjson.dumps({"folder": str(run.path), "lines": shown}).decode() if as_json else "\n".join(shown))
 
 
 def local_runs(kind: "RunKind") -> list[dict[str, Any]]:
@@ -35,34 +87,11 @@ def local_runs(kind: "RunKind") -> list[dict[str, Any]]:
     return [row for _, row in sorted(found, key=lambda each: each[0], reverse=True)]
 
 
-def find_run(kind: "RunKind", name: str) -> "ControllerClient | RunFolder":
-    """The controller that knows the run, else the run's folder here. Nothing is started.
-
-    ConfigError if there is neither, or the folder is of a run of the other kind.
-    """
-    from penstock.cli.connection import connect_if_running
-
-    client, local = connect_if_running(), find_local_run(kind, name)
-    if client is not None and (local is None or _knows(client, kind, name)):
-        return client
-    if local is None:
-        text = f"no run {name!r} in {PLACES[kind]}/ here, and no controller runs"
-        raise ConfigError(f"{text}; see: penstock {kind} list, or start the controller: penstock controller up")
-    if kind == "train" and local.kind == "eval":
-        raise ConfigError(f"{local.path} is an evaluation; see: penstock eval info {name}")
-    if kind == "eval" and local.kind == "train":
-        raise ConfigError(f"{local.path} is a training run; see: penstock train info {name}")
-    return local
-
-
-def _knows(client: "ControllerClient", kind: "RunKind", name: str) -> bool:
-    try:
-        client.run(kind, name)
-    except ControllerError as error:
-        if error.status != HTTP_NOT_FOUND:
-            raise
-        return False
-    return True
+def _open_run(kind: "RunKind", name: str) -> RunFolder:
+    found = find_local_run(kind, name)
+    if found is None:
+        raise ConfigError(f"no run {name!r} in {PLACES[kind]}/ here; see: penstock {kind} list")
+    return check_kind(kind, found, name)
 
 
 def find_local_run(kind: "RunKind", name: str) -> RunFolder | None:
@@ -71,6 +100,15 @@ def find_local_run(kind: "RunKind", name: str) -> RunFolder | None:
         if (path / "config.json").is_file():
             return find_run_folder(path)
     return None
+
+
+def check_kind(kind: "RunKind", run: RunFolder, name: str) -> RunFolder:
+    """Returns the run; ConfigError if it is of the other kind."""
+    if kind == "train" and run.kind == "eval":
+        raise ConfigError(f"{run.path} is an evaluation; see: penstock eval info {name}")
+    if kind == "eval" and run.kind == "train":
+        raise ConfigError(f"{run.path} is a training run; see: penstock train info {name}")
+    return run
 
 
 def _row(kind: "RunKind", run: RunFolder) -> dict[str, Any]:

@@ -1,12 +1,14 @@
-"""`penstock model`: pull a model, list those that are here and those that runs have trained, have one served."""
+"""`penstock model`: pull models, list those that are here, merge adapters."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import orjson
 import typer
 
-from penstock.cli.output import AsJson, Plain, check_format, labelled_lines, local_time, print_result, stage_progress
+from penstock.cli.output import AsJson, Plain, check_format, labelled_lines, print_result, stage_progress
+from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.models import ModelFolder
@@ -60,99 +62,49 @@ def merge(
 
 @app.command("list")
 def list_models(plain: Plain = False, as_json: AsJson = False) -> None:
-    """List the models that are here, the built-in ones that can be pulled, and those that submitted runs have trained."""
-    from penstock.models import find_cached, list_cached
-    from penstock.models.pull import BUILT_IN
-
+    """List the models that are here, and the built-in ones that can be pulled."""
     check_format(as_json=as_json, plain=plain)
-    here = [_row(model.name, model) for model in list_cached()]
-    absent = [_row(name, None) for name in BUILT_IN if find_cached(name) is None]
-    trained = _trained()
     if as_json:
-        print_result({"models": here + absent, **({} if trained is None else {"trained": trained})}, "", as_json=True)
-        return
-    for row in here + absent:
-        typer.echo(f"{row['name']}\t{row['bytes'] or ''}\t{row['path'] or ''}" if plain else _line(row))
-    for row in trained or []:
-        typer.echo("\t".join(map(str, _trained_cells(row))) if plain else _trained_line(row))
-    if absent and not plain:
-        typer.echo(f"next: penstock model pull {absent[0]['name']}", err=True)
+        print_result({"models": known_models()}, "", as_json=True)
+    else:
+        print_models([], plain=plain)
 
 
 @app.command("info")
 def details(name: Name, as_json: AsJson = False) -> None:
-    """Tell of one model: where it is, or which run has trained it and whether it is served."""
-    from penstock.cli.connection import connect
+    """Print where a model is."""
+    row = find_model(name)
+    if row is None:
+        raise ConfigError(f"no model {name!r} is here; see: penstock model list")
+    print_result(row, labelled_lines(row.items()), as_json=as_json)
+
+
+def find_model(name: str) -> dict[str, Any] | None:
+    """Returns the model that was pulled under this name, or None."""
     from penstock.models import list_cached
 
-    local = next((model for model in list_cached() if model.name == name), None)
-    if local is not None:
-        row = _row(name, local)
-        print_result(row, labelled_lines(row.items()), as_json=as_json)
-        return
-    record = connect().model(name)
-    served = record.get("inference_model")
-    following = f"penstock model undeploy {name}" if served else f"penstock model deploy {name}"
-    shown = [(key.replace("_", " "), value) for key, value in record.items() if key != "is_internal_user"]
-    print_result(record, f"{labelled_lines(shown)}\n\n  next  {following}", as_json=as_json)
+    return next((_row(name, model) for model in list_cached() if model.name == name), None)
 
 
-@app.command()
-def deploy(
-    name: Name,
-    engine: Annotated[str | None, typer.Option(help="What serves it: embedded, or vllm where that is installed.")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Have the controller serve a trained model behind an OpenAI-compatible address."""
-    from penstock.cli.connection import connect
+def known_models() -> list[dict[str, Any]]:
+    """Returns the models that are here, then the built-in ones that are not."""
+    from penstock.models import find_cached, list_cached
+    from penstock.models.pull import BUILT_IN
 
-    client = connect()
-    with stage_progress() as progress:
-        progress(f"loading {name}")
-        record = client.deploy(name, engine=engine)
-    print_result(record, f"Model {name} is {record.get('status')}.\n\n  next  penstock model info {name}", as_json=as_json)
+    here = [_row(model.name, model) for model in list_cached()]
+    return here + [_row(name, None) for name in BUILT_IN if find_cached(name) is None]
 
 
-@app.command()
-def undeploy(name: Name, as_json: AsJson = False) -> None:
-    """Serve a model no longer; it stays."""
-    from penstock.cli.connection import connect
-
-    record = connect().undeploy(name)
-    print_result(record, f"Model {name} is {record.get('status')}.\n\n  next  penstock model deploy {name}", as_json=as_json)
-
-
-def _trained() -> list[dict[str, Any]] | None:
-    """Models that runs have trained; None if no controller serves: a list starts none."""
-    from penstock.controller.client import PAGE_ROWS, ControllerClient, all_rows
-    from penstock.controller.home import default_home
-    from penstock.controller.local import find_running, named_controller
-
-    home = default_home()
-    client = named_controller()
-    if client is None:
-        address = find_running(home) if home.path.is_dir() else None
-        client = ControllerClient(address.url, home.token()) if address else None
-    if client is None:
-        return None
-    known = client
-    return list(all_rows(lambda offset: known.models("lora", limit=PAGE_ROWS, offset=offset), "models"))
-
-
-def _trained_cells(row: dict[str, Any]) -> tuple[object, ...]:
-    step = "" if row.get("checkpoint_step") is None else f"step {row['checkpoint_step']}"
-    return (
-        row.get("model_name"),
-        row.get("deployment_status") or "",
-        step,
-        row.get("base_model") or "",
-        local_time(row.get("created_at")),
-    )
-
-
-def _trained_line(row: dict[str, Any]) -> str:
-    name, status, step, base, made = _trained_cells(row)
-    return f"{name:<24} {step:>12}  {status:<8} of {base}, {made}".rstrip()
+def print_models(more: Sequence[str], *, plain: bool) -> None:
+    """Prints the known models, `more` lines, and what to pull next."""
+    rows = known_models()
+    for row in rows:
+        typer.echo(f"{row['name']}\t{row['bytes'] or ''}\t{row['path'] or ''}" if plain else _line(row))
+    for line in more:
+        typer.echo(line)
+    absent = [row["name"] for row in rows if row["path"] is None]
+    if absent and not plain:
+        typer.echo(f"next: penstock model pull {absent[0]}", err=True)
 
 
 def _row(name: str, model: "ModelFolder | None") -> dict[str, Any]:

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import orjson
 import typer
 
-from penstock.cli.output import counts, ranges, reward_text, stage_progress, table_lines
+from penstock.cli.output import stage_progress, table_lines
 from penstock.pool.base import PoolStats
-from penstock.records import Attempt, Group, Message, Step, Task
+from penstock.records import Group, Message, Rollout, Step, Task
 from penstock.rollout.transcripts import transcripts
+from penstock.view.formatting import counts, ranges, reward_text
 
 if TYPE_CHECKING:
     from penstock.pool.base import Pool
@@ -78,7 +79,7 @@ def show(
 def verify(folder: Run, as_json: AsJson = False) -> None:
     """Read every row with its checksum, and hold the tables against each other.
 
-    Reads only, so it may run beside a training run. Exit code 1 where something is damaged: what is hit is named.
+    Reads only, so it is safe while a run is training. Exits with code 1 and names what is damaged.
     """
     from penstock.pool.location import find_pool
 
@@ -99,7 +100,7 @@ def export(
 ) -> None:
     """Write the record to files. They appear when they are whole; memory stays small however long the run was."""
     from penstock.pool.export import EXPORTS
-    from penstock.pool.export.transfer import export_pool
+    from penstock.pool.export.histories import export_pool
     from penstock.pool.location import find_pool, open_pool_at
 
     EXPORTS.check(form)
@@ -131,7 +132,7 @@ def import_(
     """Read an export into a pool. Doing it again, or going on after Ctrl-C, adds what is missing."""
     from penstock.config import PoolSection
     from penstock.errors import ConfigError
-    from penstock.pool.export.transfer import import_pool, read_export
+    from penstock.pool.export.histories import import_pool, read_export
     from penstock.pool.location import PoolLocation, find_pool, open_pool_at
 
     read_export(path)
@@ -190,11 +191,11 @@ async def _find(pool: "Pool", name: str) -> tuple[Any, list[Any], Any]:
     """The task of a group and its attempts, or of a rollout and that rollout."""
     from penstock.errors import ConfigError, PoolError
 
-    rollouts = await pool.rollouts(name)
+    rollouts = await pool.rollout_refs(name)
     if rollouts:
-        return await pool.task(rollouts[0].id), [await pool.attempt(rollout.id) for rollout in rollouts], None
+        return await pool.task(rollouts[0].id), [await pool.rollout(rollout.id) for rollout in rollouts], None
     try:
-        attempt = await pool.attempt(name)
+        attempt = await pool.rollout(name)
     except PoolError as cause:
         if "no rollout" not in str(cause):
             raise
@@ -273,13 +274,13 @@ def groups_text(groups: Sequence[Group], run: str) -> str:
     return "\n".join([*table_lines([head, *rows]), "", f"next: penstock pool show {run} {groups[-1].id}"])
 
 
-def group_object(name: str, task: Task, attempts: Sequence[Attempt]) -> dict[str, Any]:
+def group_object(name: str, task: Task, attempts: Sequence[Rollout]) -> dict[str, Any]:
     """A group with one entry for each rollout."""
     return {"group": name, "task": orjson.loads(_json_text(task)), "rollouts": [_attempt_entry(attempt) for attempt in attempts]}
 
 
 def _why_dropped(events: Path, group_id: str) -> dict[str, str]:
-    """Returns why a group is not trained, as the run told it; empty if it is."""
+    """Returns why a group is not trained, as the run recorded it; empty if it is."""
     found: dict[str, Any] = {}
     with suppress(FileNotFoundError), events.open("rb") as lines:
         for line in lines:
@@ -289,7 +290,7 @@ def _why_dropped(events: Path, group_id: str) -> dict[str, str]:
     return {"dropped": ": ".join(found[key] for key in ("reason", "message") if key in found)} if found else {}
 
 
-def group_text(name: str, task: Task, attempts: Sequence[Attempt], run: str, *, dropped: str = "") -> str:
+def group_text(name: str, task: Task, attempts: Sequence[Rollout], run: str, *, dropped: str = "") -> str:
     """The task and a table of rollouts, those that were replaced included."""
     head = ("ROLLOUT", "END", "REWARD", "STEPS", "TOKENS", "MESSAGE")
     entries = [_attempt_entry(attempt) for attempt in attempts]
@@ -298,25 +299,26 @@ def group_text(name: str, task: Task, attempts: Sequence[Attempt], run: str, *, 
         for e in entries
     ]
     why = [f"Not trained, {dropped}"] if dropped else []
-    lines = [f"Group {name}, channel {attempts[0].rollout.channel}", *why, *_task(task), "", *table_lines([head, *rows])]
-    return "\n".join([*lines, "", f"next: penstock pool show {run} {attempts[-1].rollout.id}"])
+    lines = [f"Group {name}, channel {attempts[0].ref.channel}", *why, *_task(task), "", *table_lines([head, *rows])]
+    return "\n".join([*lines, "", f"next: penstock pool show {run} {attempts[-1].ref.id}"])
 
 
-def rollout_object(task: Task, attempt: Attempt) -> dict[str, Any]:
+def rollout_object(task: Task, attempt: Rollout) -> dict[str, Any]:
     """Everything recorded, tokens included."""
     whole = {name: t._replace(replies=None)._asdict() for name, t in transcripts(attempt).items()}
     printable = attempt.message.encode("utf-8", "replace").decode()
+    fields = {name: value for name, value in asdict(attempt).items() if name != "ref"}
     return {
         "task": asdict(task),
-        "attempt": {**asdict(attempt), "message": printable},
+        "attempt": {"rollout": asdict(attempt.ref), **fields, "message": printable},
         "reward": attempt.reward,
         "transcripts": whole,
     }
 
 
-def rollout_text(task: Task, attempt: Attempt) -> str:
+def rollout_text(task: Task, attempt: Rollout) -> str:
     """End, grades, and each transcript with its messages and steps."""
-    rollout = attempt.rollout
+    rollout = attempt.ref
     message = f": {_printable(attempt.message)}" if attempt.message else ""
     rows = [
         ("group", f"{rollout.group_id}, place {rollout.place}, attempt {rollout.attempt}, channel {rollout.channel}"),
@@ -360,25 +362,25 @@ def check_text(run: str, checked: "PoolCheck") -> str:
 
 
 def _group_entry(group: Group) -> dict[str, Any]:
-    rewards = [attempt.reward for attempt in group.attempts if attempt.reward is not None]
+    rewards = [attempt.reward for attempt in group.rollouts if attempt.reward is not None]
     return {
         "id": group.id,
         "seq": group.seq,
         "channel": group.channel,
         "task": group.task.id,
-        "rollouts": len(group.attempts),
-        "ends": dict(Counter(str(attempt.end or "running") for attempt in group.attempts)),
+        "rollouts": len(group.rollouts),
+        "ends": dict(Counter(str(attempt.end or "running") for attempt in group.rollouts)),
         "reward": sum(rewards) / len(rewards) if rewards else None,
-        "steps": sum(len(attempt.steps) for attempt in group.attempts),
-        "tokens": sum(len(step.completion_ids) for attempt in group.attempts for step in attempt.steps),
+        "steps": sum(len(attempt.steps) for attempt in group.rollouts),
+        "tokens": sum(len(step.completion_ids) for attempt in group.rollouts for step in attempt.steps),
     }
 
 
-def _attempt_entry(attempt: Attempt) -> dict[str, Any]:
+def _attempt_entry(attempt: Rollout) -> dict[str, Any]:
     return {
-        "id": attempt.rollout.id,
-        "place": attempt.rollout.place,
-        "attempt": attempt.rollout.attempt,
+        "id": attempt.ref.id,
+        "place": attempt.ref.place,
+        "attempt": attempt.ref.attempt,
         "end": attempt.end,
         "message": _printable(attempt.message),
         "reward": attempt.reward,
@@ -420,7 +422,7 @@ def _message(message: Message) -> list[str]:
     return [f"  {message.get('role', '?')}:", *(indent(_printable(part), "    ") for part in (text, *calls) if part)]
 
 
-def _steps(attempt: Attempt) -> list[str]:
+def _steps(attempt: Rollout) -> list[str]:
     nodes = {node.id: node for node in attempt.nodes}
     several = any(step.policy for step in attempt.steps)
     policy = ("POLICY",) if several else ()

@@ -6,7 +6,7 @@ from typing import Annotated
 import orjson
 import typer
 
-from penstock.workspace.scaffold import TEMPLATES, apply_template
+from penstock.cli.scaffold import TEMPLATES, find_template
 
 app = typer.Typer(help="Projects to begin with.", no_args_is_help=True)
 
@@ -21,20 +21,19 @@ def quickstart(
     as_json: AsJson = False,
 ) -> None:
     """Write a project that can be evaluated and trained as it is. What is there stays, unless --force is given."""
-    _print_written(apply_template(folder, template, force=force), folder, template, as_json=as_json)
+    _apply(template, folder, force=force, as_json=as_json)
 
 
 @app.command("list")
 def list_templates(as_json: Annotated[bool, typer.Option("--json", help="Print them as JSON.")] = False) -> None:
     """Name the templates."""
+    templates = {name: find_template(name) for name in TEMPLATES}
     if as_json:
-        listed = [
-            {"name": name, "about": template.about, "workspace": bool(template.rollout)} for name, template in TEMPLATES.items()
-        ]
+        listed = [{"name": name, "about": each.about, "workspace": each.workspace} for name, each in templates.items()]
         typer.echo(orjson.dumps({"templates": listed}).decode())
         return
-    width = max(map(len, TEMPLATES)) + 2
-    for name, template in TEMPLATES.items():
+    width = max(map(len, templates)) + 2
+    for name, template in templates.items():
         typer.echo(f"  {name:<{width}}{template.about}")
     typer.echo(f"\n  {'next':<{width}}penstock template apply NAME FOLDER")
 
@@ -47,11 +46,12 @@ def apply(
     as_json: AsJson = False,
 ) -> None:
     """Write a template's project. What is there stays, unless --force is given."""
-    _print_written(apply_template(folder, name, force=force), folder, name, as_json=as_json)
+    _apply(name, folder, force=force, as_json=as_json)
 
 
-def _print_written(written: list[Path], folder: Path, name: str, *, as_json: bool) -> None:
-    template = TEMPLATES[name]
+def _apply(name: str, folder: Path, *, force: bool, as_json: bool) -> None:
+    template = find_template(name)
+    written = template.write(folder, force=force)
     following = [*([] if folder == Path() else [f"cd {folder}"]), *template.next_commands]
     if as_json:
         typer.echo(orjson.dumps({"folder": str(folder), "files": [str(path) for path in written], "next": following}).decode())

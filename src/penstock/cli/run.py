@@ -1,6 +1,6 @@
 """`penstock run`: a command whose model calls are recorded as one rollout.
 
-The command has a process group of its own, which is ended as a whole, and the terminal while it runs.
+The command has its own process group, which is ended as a whole, and the terminal while it runs.
 """
 
 import asyncio
@@ -21,14 +21,15 @@ import orjson
 import typer
 
 from penstock.cli.gateway import Engine, Model, Overrides, Urls, get_model, make_settings
-from penstock.cli.interrupts import INTERRUPTED, Interrupts
-from penstock.cli.output import aligned, clock, counts, percent, warn
+from penstock.cli.output import warn
 from penstock.config import home_folder
 from penstock.errors import ConfigError
-from penstock.records import Attempt, End
+from penstock.records import End, Rollout
 from penstock.sdk.environment import rollout_environment
+from penstock.system.interrupts import INTERRUPTED, Interrupts
 from penstock.system.processes import end_group, signal_group
 from penstock.system.sandbox import Confinement, Sandbox, SandboxWish, choose_sandbox
+from penstock.view.formatting import aligned, clock, counts, percent
 
 if TYPE_CHECKING:
     from penstock.gateway.standalone import ModelFiles, Settings
@@ -100,7 +101,7 @@ def _confine(sandbox: Sandbox, folder: Path) -> Confinement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedCommand:
-    attempt: Attempt
+    attempt: Rollout
     code: int
     folder: Path
     seconds: float
@@ -113,7 +114,7 @@ class RecordedCommand:
         """The command that checks the record; None if there is nothing to check."""
         if not self.attempt.steps or not self.in_process:
             return None
-        return shlex.join(["penstock", "verify", str(self.folder), "--channel", self.attempt.rollout.channel])
+        return shlex.join(["penstock", "verify", str(self.folder), "--channel", self.attempt.ref.channel])
 
 
 async def _record(
@@ -146,7 +147,7 @@ async def _record(
             opened.gateway.close(rollout.id)
             end, message = rollout_end(ended, interrupts.first)
             await opened.pool.end(rollout.id, end, message)
-            attempt = await opened.pool.attempt(rollout.id)
+            attempt = await opened.pool.rollout(rollout.id)
     seconds = time.monotonic() - started
     code = TIMED_OUT if ended.timed_out else ended.code
     return RecordedCommand(
@@ -237,7 +238,7 @@ def as_object(recorded: RecordedCommand) -> dict[str, Any]:
 
     attempt, exact = recorded.attempt, exactness(recorded.attempt)
     return {
-        "rollout_id": attempt.rollout.id,
+        "rollout_id": attempt.ref.id,
         "end": attempt.end,
         "message": attempt.message,
         "exit_code": recorded.code,
@@ -251,13 +252,13 @@ def as_object(recorded: RecordedCommand) -> dict[str, Any]:
         "notices": dict(sorted(recorded.notices.items())),
         "seconds": round(recorded.seconds, 3),
         "folder": str(recorded.folder),
-        "channel": attempt.rollout.channel,
+        "channel": attempt.ref.channel,
         "next": recorded.verify,
         **({} if attempt.steps else {"hint": NO_CALL}),
     }
 
 
-def _reported_usage(attempt: Attempt) -> dict[str, Any]:
+def _reported_usage(attempt: Rollout) -> dict[str, Any]:
     """The token counts that an endpoint reported; nothing of an engine, whose tokens are counted here."""
     reported = [step.usage for step in attempt.steps if step.usage is not None]
     if not reported:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 import orjson
 import typer
 
-from penstock.cli.interrupts import INTERRUPTED, TERMINATE_S, Interrupts
-from penstock.cli.output import counts, warn
+from penstock.cli.output import warn
 from penstock.config import TrainSection, validate
 from penstock.errors import ConfigError
+from penstock.system.interrupts import INTERRUPTED, TERMINATE_S, Interrupts
+from penstock.view.formatting import counts
 
 if TYPE_CHECKING:
     from penstock.train.supervised import Examples, SupervisedResult
@@ -101,7 +102,7 @@ async def _good_rollouts(source: Path, min_reward: float) -> "Examples":
 def _as_text(result: "SupervisedResult", out: Path) -> str:
     if result.updates_left:
         total = result.updates + result.updates_left
-        return f"stopped after {result.updates} of {total} updates\n  next        the same command goes on from there"
+        return f"stopped after {result.updates} of {total} updates\n  next        run the same command to resume"
     left_out = counts(result.left_out) if result.left_out else "none"
     return "\n".join(
         [

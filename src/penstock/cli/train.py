@@ -1,6 +1,5 @@
 """`penstock train`: train a policy here, with a live view, a safe stop and a summary."""
 
-import asyncio
 import contextlib
 import shlex
 import shutil
@@ -11,18 +10,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from penstock.cli import dry_run
-from penstock.cli.interrupts import INTERRUPTED, TERMINATE_S, Interrupts
 from penstock.cli.output import PLAIN, check_format, warn
-from penstock.cli.summary import ResumeCommand, TrainingResult, as_lines, as_object, as_text, learned_nothing
+from penstock.config import CONFIG_FILE
 from penstock.errors import PenstockError
-from penstock.train.stalled import NOTHING_LEARNED
-from penstock.workspace.scaffold import CONFIG_FILE
+from penstock.system.interrupts import INTERRUPTED
+from penstock.train.monitoring import NOTHING_LEARNED
+from penstock.view.summary import ResumeCommand, TrainingResult, as_lines, as_object, as_text, learned_nothing
 
 if TYPE_CHECKING:
-    from penstock.cli.live import LiveView
     from penstock.config import RunConfig
-    from penstock.run.inputs import Inputs
-    from penstock.train.summary import Summary
+    from penstock.train.trainer import Summary
+    from penstock.view.live import LiveView
 
 
 CONTROL = "-control"
@@ -36,9 +34,9 @@ def train(
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one key; may be repeated.")
     ] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start over; a run of the same name is kept aside.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start over; keeps an existing run under another name.")] = False,
     allow_code_change: Annotated[
-        bool, typer.Option("--allow-code-change", help="Go on though the agent or grader was edited; the change is marked.")
+        bool, typer.Option("--allow-code-change", help="Resume although the agent or grader was edited; marks the change.")
     ] = False,
     control: Annotated[
         bool, typer.Option("--control", help="Run the control instead: the same with a learning rate of 0, as NAME-control.")
@@ -47,11 +45,11 @@ def train(
     plain: Annotated[bool, typer.Option("--plain", help=PLAIN)] = False,
     dry: dry_run.Option = False,
 ) -> None:
-    """Train the policy of an agent, or take up a run where it stopped.
+    """Train the policy of an agent, or resume a run that stopped.
 
-    Ctrl-C once stops after the running step, or sooner if its rollouts take long (exit code 130); the same command then goes on.
+    Ctrl-C once stops after the running step, or sooner if its rollouts take long (exit code 130); run the same command to resume.
     """
-    from penstock.workspace.opening import load_run_config
+    from penstock.run.config_file import load_run_config
 
     check_format(as_json=as_json, plain=plain)
     config = load_run_config(file, overrides or (), "train", warn=warn)
@@ -63,7 +61,6 @@ def train(
     resume = ResumeCommand(
         _command("train", file, overrides or [], control=control),
         evaluate=_command("eval run", file, overrides or []),
-        attack=_command("grader attack", file, overrides or []),
     )
     if dry:
         dry_run.try_once(config, "train", as_json=as_json, following=resume.command)
@@ -91,43 +88,22 @@ def run_training(
     allow_code_change: bool = False,
 ) -> None:
     """Train, show the progress, and print the summary."""
-    from penstock.cli.live import LiveView, RunState
-    from penstock.run.grader_attack import warn_of_holes
-    from penstock.run.inputs import read_inputs
-    from penstock.train.algorithm import check_algorithm
+    from penstock import api
+    from penstock.view.live import LiveView, RunState
 
     view = LiveView(RunState(rollouts_per_step=config.rollout.group_size * config.rollout.groups_per_step), plain=plain)
     try:
         # what the author's code prints is not a result: it goes to stderr, like progress
-        with contextlib.redirect_stdout(sys.stderr), view:
-            inputs = read_inputs(config, view, check=check_algorithm)
-            warn_of_holes(config, inputs, view, see=resume.attack or "penstock grader attack")
-            summary = asyncio.run(_train(config, inputs, view, fresh=fresh, allow_code_change=allow_code_change))
-    except asyncio.CancelledError:
-        warn(f"quit; to go on: {resume.command}")
+        with contextlib.redirect_stdout(sys.stderr):
+            summary = api.train(config=config, progress=view, fresh=fresh, allow_code_change=allow_code_change)
+    except KeyboardInterrupt:
+        warn(f"quit; to resume: {resume.command}")
         raise typer.Exit(INTERRUPTED) from None
     _print_summary(summary, view, resume, as_json=as_json, plain=plain)
     if summary.status == "stopped":
         raise typer.Exit(ALARMED if summary.stopped_by else INTERRUPTED)
     if learned_nothing(summary):
         raise typer.Exit(NOTHING_LEARNED)
-
-
-async def _train(config: "RunConfig", inputs: "Inputs", view: "LiveView", **how: bool) -> "Summary":
-    # torch is loaded here, after everything that can be refused without it
-    if config.scale.name == "ray":
-        from penstock.scale.run import train_on_ray as run
-    else:
-        from penstock.train.run import train as run
-
-    stop = asyncio.Event()
-
-    def announce_stop() -> None:
-        when = "now" if view.state.evaluating else "after this step"
-        view.notice(f"Stopping {when}. Ctrl-C again quits at once; both are safe, the same command goes on.")
-
-    with Interrupts(stop, announce_stop, terminate_s=TERMINATE_S):
-        return await run(config, inputs, listener=view, stop=stop, **how)
 
 
 def _print_summary(summary: "Summary", view: "LiveView", resume: ResumeCommand, *, as_json: bool, plain: bool) -> None:
@@ -146,7 +122,7 @@ def _write_report(folder: Path) -> Path | None:
     from penstock.view.export import write_report
 
     try:
-        return asyncio.run(write_report(folder))
+        return write_report(folder)
     except PenstockError as error:
         warn(f"no report: {error}; try: penstock report {folder}")
         return None

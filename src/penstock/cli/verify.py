@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import orjson
 import typer
 
-from penstock.cli.output import counts, percent, ranges
+from penstock.view.formatting import counts, percent, ranges
 
 if TYPE_CHECKING:
     from penstock.models import PullProgress
@@ -34,7 +34,7 @@ def verify(
 ) -> None:
     """Check every recorded token: its context, and its log-probability under the weights that sampled it.
 
-    Compares the checkpoints with their checksums too. Reads only, so it may run beside a training run. Exit code 1 where a token
+    Compares the checkpoints with their checksums too. Reads only, so it is safe while a run is training. Exit code 1 where a token
     is not exact or none could be recomputed, or a checkpoint is damaged.
     """
     from penstock.cli.output import stage_progress

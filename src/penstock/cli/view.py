@@ -11,8 +11,8 @@ from urllib.parse import quote
 import orjson
 import typer
 
-from penstock.cli.interrupts import INTERRUPTED, Interrupts
 from penstock.cli.output import warn
+from penstock.system.interrupts import INTERRUPTED, Interrupts
 
 if TYPE_CHECKING:
     from penstock.view.sources import FolderSource
@@ -92,3 +92,16 @@ def _open_browser(url: str) -> None:
 
     with suppress(webbrowser.Error, OSError):
         webbrowser.open(url)
+
+
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="For example runs/multiply.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the path as JSON.")] = False,
+) -> None:
+    """Write report.html into a run folder: curves, groups and rollouts."""
+    import orjson
+
+    from penstock.view.export import write_report
+
+    path = write_report(folder)
+    typer.echo(orjson.dumps({"report": str(path)}).decode() if as_json else str(path))

@@ -22,7 +22,7 @@ class SampledChunk:
     versions: tuple[int, ...]
     finish: Finish | None = None
     behaviour_known: bool = True
-    """False: `logprobs` are under the plain softmax too, which is all that the engine tells of a tempered or truncated token."""
+    """False: `logprobs` are under the plain softmax too, which is all that the engine reports of a tempered or truncated token."""
     kept: tuple[bytes, ...] = ()
     """See `Step.kept`."""
     most_likely: tuple[TokenLogprobs, ...] = ()

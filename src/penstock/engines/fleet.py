@@ -67,7 +67,7 @@ class RoutedRequest(NamedTuple):
 class Fleet:
     """All servers of an engine. `probe` is the cheap question to a server that is up, `check` the thorough one to one that is down.
 
-    Both run in tasks of their own, which `close` cancels.
+    Both run in separate tasks, which `close` cancels.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Fleet:
         self._closed = False
 
     async def wait_for_switch(self) -> None:
-        """Wait while no server is up but one is loading weights. Loading has a deadline of its own."""
+        """Wait while no server is up but one is loading weights. Loading has its own deadline."""
         while not self.is_up() and any(server.switching for server in self.servers):
             self._changed.clear()
             await self._changed.wait()

@@ -84,7 +84,7 @@ class ServerRequest(NamedTuple, Generic[T]):
 
 
 AbortRequest = Callable[[str, str], Coroutine[Any, Any, None]]
-"""Called with a URL and a request key: tells that server to stop generating."""
+"""Called with a URL and a request key: asks that server to stop generating."""
 
 
 class FleetClient:
@@ -186,7 +186,7 @@ class FleetClient:
                 self._start_abort(server.url, request.key)
 
     def _start_abort(self, url: str, key: str) -> None:
-        """Tell the server in a task of its own: this runs while a generator closes, perhaps because its task was cancelled."""
+        """Notify the server in a separate task: this runs while a generator closes, perhaps because its task was cancelled."""
         if self._abort is None or self._closed:
             return
         task = asyncio.create_task(self._send_abort(self._abort, url, key), name=f"penstock-leave-{key}")

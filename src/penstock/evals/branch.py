@@ -1,9 +1,8 @@
-"""`penstock branch`: continuations from steps of a recorded rollout, in a folder of their own, and what each step was worth."""
+"""`penstock branch`: runs continuations from the steps of a recorded rollout, and estimates the value of each step."""
 
 import asyncio
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,18 +12,18 @@ import orjson
 from penstock.config import RunConfig, make_config, override
 from penstock.errors import ConfigError, PoolError
 from penstock.evals.metrics import Estimate, estimate_draws
-from penstock.evals.run import MAY_CHANGE, grading_files
+from penstock.evals.run import MAY_CHANGE, grading_digests, run_until_stopped
 from penstock.events import Events, Listener
 from penstock.pool.base import Pool
 from penstock.pool.location import find_pool, open_pool_at
-from penstock.records import Attempt, BranchPoint, End, Task
+from penstock.records import BranchPoint, End, Rollout, Task
 from penstock.rollout.branches import CHANNEL, UNFINISHED, branch_group, calls_of, run_branches
 from penstock.run.folder import find_run_folder, locked, open_run_folder
 from penstock.run.inputs import Inputs
 from penstock.run.opening import bind_pool, open_pool, open_rollout_runner, sampling
 
 FOLDER = "branches"
-"""Beside the runs: the folder of all branches."""
+"""Folder of all branches, next to the runs."""
 MAX_GROUPS = 100_000
 
 
@@ -33,11 +32,11 @@ class RecordedRollout(NamedTuple):
 
     run: Path
     task: Task
-    attempt: Attempt
+    rollout: Rollout
 
 
 class StepValue(NamedTuple):
-    """What a rollout was worth before the call of a step."""
+    """The value of a rollout before the call of a step."""
 
     step: int
     group: str
@@ -49,7 +48,7 @@ class StepValue(NamedTuple):
     rewards: tuple[float, ...]
     ends: dict[str, int]
     problem: str
-    """The commonest message of those that did not complete."""
+    """The most common message of those that did not complete."""
     said: str
     """The recorded reply."""
 
@@ -63,7 +62,7 @@ class BranchReport:
     reward: float | None
     """The recorded rollout's."""
     status: str
-    """"finished", or "stopped" if the same command goes on."""
+    """"finished", or "stopped" if the same command resumes it."""
     steps: list[StepValue]
 
     @property
@@ -81,24 +80,24 @@ def read_rollout(run: Path, rollout_id: str) -> RecordedRollout:
     async def read() -> RecordedRollout:
         async with open_pool_at(find_pool(run)) as pool:
             try:
-                return RecordedRollout(run, await pool.task(rollout_id), await pool.attempt(rollout_id))
+                return RecordedRollout(run, await pool.task(rollout_id), await pool.rollout(rollout_id))
             except PoolError as cause:
                 if "no rollout" not in str(cause):
                     raise
                 raise ConfigError(f"no rollout {rollout_id!r} in {run}; `penstock pool show {run}` lists the groups") from cause
 
     recorded = asyncio.run(read())
-    if not recorded.attempt.steps:
+    if not recorded.rollout.steps:
         raise ConfigError(f"rollout {rollout_id} made no model call that was recorded; branch from another one")
     return recorded
 
 
-def branch_steps(attempt: Attempt, steps: Sequence[int]) -> list[int]:
-    """Returns the steps to branch from, all of them without any; ConfigError for one that the rollout has not."""
-    known = calls_of(attempt)
-    every = {step.index for step in attempt.steps}
+def branch_steps(rollout: Rollout, steps: Sequence[int]) -> list[int]:
+    """Returns the steps to branch from; all if `steps` is empty. ConfigError for a step that does not exist."""
+    known = calls_of(rollout)
+    every = {step.index for step in rollout.steps}
     if unknown := [step for step in steps if step not in every]:
-        raise ConfigError(f"rollout {attempt.rollout.id} has no step {unknown[0]}; its steps are 0 to {max(every)}")
+        raise ConfigError(f"rollout {rollout.ref.id} has no step {unknown[0]}; its steps are 0 to {max(every)}")
     return sorted(set(steps)) or known
 
 
@@ -116,7 +115,7 @@ def branch_config(
     tree: dict[str, Any] = folder.settings()["config"]
     config = folder.config()
     tree["run"] |= {
-        "name": name or f"{recorded.run.resolve().name}-{recorded.attempt.rollout.id}",
+        "name": name or f"{recorded.run.resolve().name}-{recorded.rollout.ref.id}",
         "folder": str(_runs(recorded.run) / FOLDER),
     }
     tree["rollout"] |= {"branches": count}
@@ -131,8 +130,8 @@ def branch_config(
 
 def _runs(run: Path) -> Path:
     """The folder that all runs are in."""
-    beside = (run if run.name not in ("", "..") else run.resolve()).parent
-    return beside.parent if beside.name in ("evals", FOLDER) else beside
+    parent = (run if run.name not in ("", "..") else run.resolve()).parent
+    return parent.parent if parent.name in ("evals", FOLDER) else parent
 
 
 def _newest_checkpoint(checkpoints: Path) -> Path | None:
@@ -150,9 +149,9 @@ async def branch(
     stop: asyncio.Event,
     fresh: bool = False,
 ) -> BranchReport:
-    """Make `rollout.branches` continuations from each step, or what an earlier process left of them; `stop` cancels what runs."""
-    folder = open_run_folder(config, fresh=fresh, may_change=MAY_CHANGE, files=grading_files(inputs.agent))
-    points = [BranchPoint(rollout_id=recorded.attempt.rollout.id, step=step) for step in steps]
+    """Run `rollout.branches` continuations from each step, or those that an earlier process left; `stop` cancels what runs."""
+    folder = open_run_folder(config, fresh=fresh, may_change=MAY_CHANGE, digests=grading_digests(inputs.agent))
+    points = [BranchPoint(rollout_id=recorded.rollout.ref.id, step=step) for step in steps]
     with locked(folder.path), Events(folder.events) as events:
         events.listen(listener)
         pool = open_pool(config, folder)
@@ -160,21 +159,21 @@ async def branch(
             await bind_pool(pool, folder)
             await _copy(recorded, pool)
             total = len(points) * config.rollout.branches
-            done = sum(map(_ended, await _values(points, recorded.attempt, pool)))
+            done = sum(map(_ended, await _values(points, recorded.rollout, pool)))
             events.emit("branch.begin", model=config.model.name, folder=str(folder.path), rollouts=total - done, done=done)
             if done < total:
                 async with open_rollout_runner(config, inputs, folder, events, pool) as opened:
                     asked = sampling(config, temperature=config.sampling.temperature)
                     work = run_branches(points, opened.runner, pool=pool, sampling=asked, limits=config.rollout)
-                    await _unless_stopped(work, stop)
+                    await run_until_stopped(work, stop)
             report = BranchReport(
-                rollout=recorded.attempt.rollout.id,
+                rollout=recorded.rollout.ref.id,
                 run=str(recorded.run),
                 folder=str(folder.path),
                 model=config.model.name,
-                reward=recorded.attempt.reward,
+                reward=recorded.rollout.reward,
                 status="stopped" if stop.is_set() else "finished",
-                steps=await _values(points, recorded.attempt, pool),
+                steps=await _values(points, recorded.rollout, pool),
             )
         finally:
             await pool.close()
@@ -186,42 +185,29 @@ def _ended(step: StepValue) -> int:
     return sum(count for end, count in step.ends.items() if end not in map(str, UNFINISHED))
 
 
-async def _unless_stopped(work: Any, stop: asyncio.Event) -> None:
-    job, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
-    try:
-        await asyncio.wait({job, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        if job.done():
-            job.result()
-    finally:
-        stopped.cancel()
-        job.cancel()
-        with suppress(asyncio.CancelledError):
-            await job
-
-
 async def _copy(recorded: RecordedRollout, pool: Pool) -> None:
-    """Store the recorded rollout beside its branches; they then need no other pool."""
-    attempt, nodes = recorded.attempt, {node.id: node for node in recorded.attempt.nodes}
-    if await pool.rollouts(attempt.rollout.group_id) and (await pool.attempt(attempt.rollout.id)).end is not None:
+    """Store the recorded rollout with its branches, so that they need no other pool."""
+    rollout, nodes = recorded.rollout, {node.id: node for node in recorded.rollout.nodes}
+    if await pool.rollout_refs(rollout.ref.group_id) and (await pool.rollout(rollout.ref.id)).end is not None:
         return
-    await pool.open_group(recorded.task, [attempt.rollout], seq=0)
-    for step in sorted(attempt.steps, key=lambda step: step.index):
+    await pool.open_group(recorded.task, [rollout.ref], seq=0)
+    for step in sorted(rollout.steps, key=lambda step: step.index):
         await pool.append(step, nodes.pop(step.node, None))
-    await pool.end(attempt.rollout.id, attempt.end or End.LOST, attempt.message, attempt.grades)
+    await pool.end(rollout.ref.id, rollout.end or End.LOST, rollout.message, rollout.grades)
 
 
-async def _values(points: Sequence[BranchPoint], recorded: Attempt, pool: Pool) -> list[StepValue]:
+async def _values(points: Sequence[BranchPoint], recorded: Rollout, pool: Pool) -> list[StepValue]:
     groups = {group.id: group for group in await pool.groups(CHANNEL, limit=MAX_GROUPS)}
-    made = [groups[branch_group(point)].attempts if branch_group(point) in groups else () for point in points]
-    rewards = [tuple(attempt.reward for attempt in each if attempt.reward is not None) for each in made]
+    made = [groups[branch_group(point)].rollouts if branch_group(point) in groups else () for point in points]
+    rewards = [tuple(rollout.reward for rollout in each if rollout.reward is not None) for each in made]
     values = [estimate_draws(each) if each else None for each in rewards]
     calls, said = calls_of(recorded), {step.index: str(step.message.get("content") or "") for step in recorded.steps}
     known = {point.step: value.value for point, value in zip(points, values, strict=True) if value is not None}
     found: list[StepValue] = []
-    for point, attempts, each, value in zip(points, made, rewards, values, strict=True):
+    for point, rollouts, each, value in zip(points, made, rewards, values, strict=True):
         later = next((call for call in calls if call > point.step), None)
         after = recorded.reward if later is None else known.get(later)
-        failed = Counter(attempt.message for attempt in attempts if attempt.end not in (None, End.COMPLETED))
+        failed = Counter(rollout.message for rollout in rollouts if rollout.end not in (None, End.COMPLETED))
         found.append(
             StepValue(
                 step=point.step,
@@ -229,7 +215,7 @@ async def _values(points: Sequence[BranchPoint], recorded: Attempt, pool: Pool) 
                 value=value,
                 gain=None if value is None or after is None else after - value.value,
                 rewards=each,
-                ends=dict(Counter(str(attempt.end) for attempt in attempts)),
+                ends=dict(Counter(str(rollout.end) for rollout in rollouts)),
                 problem=failed.most_common(1)[0][0] if failed else "",
                 said=said[point.step],
             )

@@ -13,7 +13,7 @@ LEVEL = 0.95
 
 
 class Estimate(NamedTuple):
-    """A mean over tasks, and where it may lie: tasks are drawn again, with replacement, as another dataset of the kind would be."""
+    """A mean over tasks, with a bootstrap interval over tasks."""
 
     value: float
     low: float
@@ -60,7 +60,7 @@ def estimate_draws(values: Sequence[float]) -> Estimate:
 
 
 def difference(first: Sequence[float], second: Sequence[float], *, seed: int = 0) -> Difference:
-    """Compare two evaluations of the same tasks, in the same order: paired, as a task's own difficulty is no difference."""
+    """Compare two evaluations of the same tasks, in the same order: paired, so that a task's difficulty cancels."""
     gains = [after - before for before, after in zip(first, second, strict=True)]
     low, high = _interval(tuple(gains), seed)
     return Difference(_mean(gains), low, high, _sign_flips(gains, seed))
@@ -79,7 +79,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 @lru_cache(maxsize=16)
 def _interval(values: tuple[float, ...], seed: int) -> tuple[float, float]:
-    """Cached: with rewards of 0 and 1, reward and pass@1 are the same values, and the report asks again."""
+    """Cached: with rewards of 0 and 1, reward and pass@1 have the same values, and the report computes them again."""
     draw, count = random.Random(seed), len(values)
     drawn = sorted(_mean(draw.choices(values, k=count)) for _ in range(DRAWS))
     edge = int(DRAWS * (1.0 - LEVEL) / 2)

@@ -1,4 +1,4 @@
-"""Another grader over an evaluation's rollouts: nothing is sampled again, and the source keeps its grades."""
+"""Grades the rollouts of an evaluation with another grader. Nothing is sampled again, and the source keeps its grades."""
 
 import asyncio
 import sys
@@ -10,13 +10,12 @@ import orjson
 
 from penstock.config import RunConfig, make_config, override
 from penstock.errors import ConfigError, EngineError, GraderError
-from penstock.evals.attempts import read_groups
-from penstock.evals.outcome import EvalOutcome, open_evaluation, outcome, score_tasks
-from penstock.evals.run import grading_files
+from penstock.evals.outcome import EvalOutcome, open_evaluation, outcome, read_groups, score_tasks
+from penstock.evals.run import grading_digests
 from penstock.evals.spending import prices_of
 from penstock.events import Events
 from penstock.pool.base import Pool
-from penstock.records import Attempt, End, Grade, Group
+from penstock.records import End, Grade, Group, Rollout
 from penstock.rollout.author_tasks import AuthorTasks
 from penstock.rollout.in_process import InProcessAgent
 from penstock.rollout.transcripts import make_samples, transcripts
@@ -32,7 +31,7 @@ GRADED = (End.COMPLETED, End.GRADER_ERROR)
 
 
 def regrade_config(folder: Path, *, agent: Path | None, name: str, overrides: Iterable[str]) -> RunConfig:
-    """The settings of the evaluation in `folder`, with another grader and a name of its own."""
+    """The settings of the evaluation in `folder`, with another grader and another name."""
     try:
         tree: dict[str, Any] = orjson.loads((folder / "config.json").read_bytes())["config"]
     except (OSError, ValueError, LookupError, TypeError) as cause:
@@ -57,7 +56,7 @@ async def regrade(source: Path, config: RunConfig, *, fresh: bool = False) -> tu
         preflight(config.agent, config.workflow, config.grader)
     agent = open_agent(config.agent, config.workflow, config.grader)
     async with open_evaluation(source) as recorded:
-        folder = open_run_folder(config, fresh=fresh, files=grading_files(agent))
+        folder = open_run_folder(config, fresh=fresh, digests=grading_digests(agent))
         with locked(folder.path):
             pool = open_pool(config, folder)
             try:
@@ -72,7 +71,7 @@ async def regrade(source: Path, config: RunConfig, *, fresh: bool = False) -> tu
 
 
 def _grader_alone(config: RunConfig) -> RunConfig:
-    """The same for a file that holds a grader and no workflow, as that of a command does. The command is never run."""
+    """Returns the settings for a file with a grader and no workflow. The command is never run."""
     source = config.agent.model_copy(update={"command": (sys.executable,), "folder": Path()})
     return config.model_copy(update={"agent": source, "workflow": {}})
 
@@ -86,8 +85,8 @@ class _Regrader:
         self._slots, self._timeout_s = asyncio.Semaphore(config.rollout.concurrency), config.rollout.grader_timeout_s
 
     async def copy(self, groups: AsyncIterable[Group]) -> None:
-        """Copy all ended attempts that the pool does not have; those of one group in sequence."""
-        ended = {a.rollout.id async for group in read_groups(self._pool) for a in group.attempts if a.end is not None}
+        """Copy all ended rollouts that the pool does not have; those of one group in sequence."""
+        ended = {a.ref.id async for group in read_groups(self._pool) for a in group.rollouts if a.end is not None}
         async with asyncio.TaskGroup() as tasks:
             async for group in groups:
                 await self._slots.acquire()
@@ -95,29 +94,29 @@ class _Regrader:
 
     async def _copy_group(self, group: Group, ended: Container[str]) -> None:
         try:
-            attempts = [attempt for attempt in group.attempts if attempt.end is not None]
-            await self._pool.open_group(group.task, [attempt.rollout for attempt in attempts], seq=group.seq)
-            for attempt in attempts:
-                if attempt.rollout.id not in ended:
-                    await self._copy_attempt(group, attempt)
+            rollouts = [rollout for rollout in group.rollouts if rollout.end is not None]
+            await self._pool.open_group(group.task, [rollout.ref for rollout in rollouts], seq=group.seq)
+            for rollout in rollouts:
+                if rollout.ref.id not in ended:
+                    await self._copy_rollout(group, rollout)
         finally:
             self._slots.release()
 
-    async def _copy_attempt(self, group: Group, attempt: Attempt) -> None:
-        nodes, rollout_id = {node.id: node for node in attempt.nodes}, attempt.rollout.id
-        end, message, grades = attempt.end or End.LOST, attempt.message, list[Grade]()
-        for step in sorted(attempt.steps, key=lambda step: step.index):
+    async def _copy_rollout(self, group: Group, rollout: Rollout) -> None:
+        nodes, rollout_id = {node.id: node for node in rollout.nodes}, rollout.ref.id
+        end, message, grades = rollout.end or End.LOST, rollout.message, list[Grade]()
+        for step in sorted(rollout.steps, key=lambda step: step.index):
             await self._pool.append(step, nodes.pop(step.node, None))
         if end in GRADED:
             end, message = End.COMPLETED, ""
             try:
-                grades = await self._grade(group, attempt)
+                grades = await self._grade(group, rollout)
             except (GraderError, EngineError, TimeoutError) as error:
                 end, message = End.GRADER_ERROR, str(error) or f"the grader ran longer than {self._timeout_s:g} s"
         await self._pool.end(rollout_id, end, message, grades)
 
-    async def _grade(self, group: Group, attempt: Attempt) -> list[Grade]:
-        samples, rollout_id, source = make_samples(transcripts(attempt), {}), attempt.rollout.id, self._agent.grader_name
+    async def _grade(self, group: Group, rollout: Rollout) -> list[Grade]:
+        samples, rollout_id, source = make_samples(transcripts(rollout), {}), rollout.ref.id, self._agent.grader_name
         folder = self._artifacts / rollout_id
         rewards = await self._work.grade(group.task, samples, timeout_s=self._timeout_s, artifacts_dir=folder)
         return [each.as_grade(rollout_id, source) for each in rewards]

@@ -1,4 +1,4 @@
-"""A judge model over answers in a file: nothing is sampled or recorded, each row gets scores."""
+"""Scores the answers in a file with a judge model. Nothing is sampled or recorded."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -91,11 +91,11 @@ async def judge_file(
     scale: Scale = Scale(0.0, 1.0),  # noqa: B008  # a tuple
     samples: int = 1,
     output: Path | None = None,
-    tell: Callable[[int, int], None] = lambda done, total: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> RubricResult:
-    """Ask the judge `samples` times about every row of `path`; a row without a verdict has its errors, and others go on.
+    """Ask the judge `samples` times about every row of `path`; a row without a verdict has its errors.
 
-    `rubric` is the text itself. `tell(done, total)` is called after each verdict. The result is also written to `output` as JSON.
+    `rubric` is the text itself. `progress(done, total)` is called after each verdict. `output` gets the result as JSON.
     """
     rows = read_answers(path)
     if samples < 1:
@@ -103,7 +103,7 @@ async def judge_file(
     if not rubric.strip():
         raise ConfigError("the rubric is empty; write what makes an answer good")
     _check_output(output)
-    verdicts = await _verdicts(LlmJudge(endpoint, rubric, scale), rows, samples, tell)
+    verdicts = await _verdicts(LlmJudge(endpoint, rubric, scale), rows, samples, progress)
     judged = [_row(number, row, verdicts[number * samples : (number + 1) * samples]) for number, row in enumerate(rows)]
     scores = [score for row in judged for score in row.scores]
     result = RubricResult(file=str(path), model=endpoint.model, samples=samples, rows=tuple(judged), statistics=statistics(scores))
@@ -120,7 +120,7 @@ def statistics(scores: Sequence[float]) -> ScoreStatistics:
 
 
 async def _verdicts(
-    judge: LlmJudge, rows: Sequence[RubricCase], samples: int, tell: Callable[[int, int], None]
+    judge: LlmJudge, rows: Sequence[RubricCase], samples: int, progress: Callable[[int, int], None]
 ) -> list[Verdict | str]:
     """Returns the verdicts in the order of the rows; an error message in place of a missing one."""
     asked = [row.case for row in rows for _ in range(samples)]
@@ -135,7 +135,7 @@ async def _verdicts(
             except GraderError as error:
                 found[place] = str(error)
             done += 1
-            tell(done, len(asked))
+            progress(done, len(asked))
 
     async with judge, asyncio.TaskGroup() as workers:
         for _ in range(min(CONCURRENCY, len(asked))):

@@ -1,33 +1,32 @@
-"""An evaluation from start to end: checked, opened or resumed, run, summed up."""
+"""Runs an evaluation: plans the missing rollouts, runs them, and summarizes. The pool records which have ended."""
 
 import asyncio
+import hashlib
 import time
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
 from penstock.config import RunConfig
 from penstock.errors import ConfigError
-from penstock.evals.attempts import EvalPlan, EvalRow, plan_attempts, read_groups, run_attempts
-from penstock.evals.outcome import EvalOutcome, outcome, score_tasks
-from penstock.evals.processes import check_limits, check_processes, open_processes, prefetch_count, processes_hint
+from penstock.evals.outcome import CHANNEL, EvalOutcome, outcome, read_groups, score_tasks
 from penstock.evals.spending import Prices, prices_of, rollout_seconds
-from penstock.evals.worker_process import wait_for_processes
 from penstock.events import Events, Listener
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
-from penstock.records import Sampling
-from penstock.rollout.scheduler import RunnerPort
+from penstock.records import End, Rollout, RolloutRef, Sampling, Task, make_rollout
+from penstock.rollout.scheduler import LOST, RunnerPort, run_to_end
 from penstock.run.folder import RunFolder, locked, open_run_folder
 from penstock.run.inputs import Inputs
 from penstock.run.notices import read_notices
 from penstock.run.opening import bind_pool, open_pool, open_rollout_runner, sampling
 from penstock.run.tracking import tracking
 from penstock.sdk.discovery import Agent
+from penstock.system.checksums import file_checksum
 
 MAY_CHANGE = (
     "train.", "gateway.", "executor.", "scale.", "track.", "run.folder", "dataset.train", "eval.rows", "eval.k", "eval.passes",
@@ -35,7 +34,36 @@ MAY_CHANGE = (
     "engine.stall_s", "engine.slots", "engine.cache_tokens", "rollout.executor", "rollout.concurrency", "rollout.retries",
     "rollout.group", "rollout.min_size", "rollout.top_up", "rollout.max_", "rollout.overflow",
 )  # fmt: skip
-"""Keys that a resumed evaluation may change: they have no influence on attempts that have ended."""
+"""Keys that a resumed evaluation may change: they have no influence on rollouts that have ended."""
+OPEN_BATCH = 100
+"""Groups opened at once: they share one fsync."""
+UNFINISHED = (None, End.CANCELLED, End.LOST)
+"""Ends of rollouts that an earlier process did not finish: they run again."""
+HEAD_START_S = 3.0
+"""How long the first rollout may have the engine to itself: the user soon sees whether the agent works at all, and the engine
+has cached the prompts' common prefix before the others start."""
+
+
+class EvalRow(NamedTuple):
+    """A task to evaluate, and its row in the dataset."""
+
+    number: int
+    task: Task
+
+
+class PlannedRollout(NamedTuple):
+    """A rollout to run."""
+
+    rollout: RolloutRef
+    task: Task
+
+
+class EvalPlan(NamedTuple):
+    """The rollouts to run."""
+
+    rollouts: list[PlannedRollout]
+    done: int
+    """Rollouts that have ended already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,22 +77,24 @@ class Evaluation:
     model: str
     outcome: EvalOutcome
     resumed: int
-    """Attempts that an earlier process had made."""
+    """Rollouts that an earlier process ran."""
     seconds: float
     """How long this process took, loading left out."""
     notices: dict[str, int] = field(default_factory=dict[str, int])
-    """What the gateway did not do as agents asked, by name: capped lengths, replies that were cut, ignored fields."""
+    """How often the gateway deviated from a request, by name: capped lengths, truncated replies, ignored fields."""
     prices: Prices | None = None
-    """From which its cost was computed."""
+    """Prices that the cost was computed from."""
 
 
 def evaluation_config(config: RunConfig) -> RunConfig:
     """Returns the checked settings of an evaluation, in a folder apart from training runs of the same name."""
     if too_many := [k for k in config.eval.k if not 1 <= k <= config.eval.samples]:
-        raise ConfigError(f"eval.k = {too_many[0]}: pass@{too_many[0]} needs as many attempts; raise eval.samples, or leave it out")
+        raise ConfigError(f"eval.k = {too_many[0]}: pass@{too_many[0]} needs as many rollouts; raise eval.samples")
     if not POOLS.load(config.pool.name).durable:
-        raise ConfigError(f"pool.name = {config.pool.name!r} forgets: an evaluation that is stopped could not go on; use 'sqlite'")
-    check_processes(config)
+        raise ConfigError(f"pool.name = {config.pool.name!r} keeps nothing to resume an evaluation from; use 'sqlite'")
+    if config.eval.processes != 1:
+        text = "an evaluation runs in one process; leave it out, and set rollout.executor to 'process' or 'ray'"
+        raise ConfigError(f"eval.processes = {config.eval.processes}: {text}")
     return config.model_copy(update={"run": config.run.model_copy(update={"folder": config.run.folder / "evals"})})
 
 
@@ -78,15 +108,15 @@ def chosen_rows(text: str, count: int, path: Path) -> list[int]:
     """Returns rows such as `0-9,17` as sorted numbers; all if `text` is empty."""
     if not text.strip():
         return list(range(count))
-    evaluation: set[int] = set()
+    chosen: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
             raise ConfigError(f"eval.rows = {text!r}: write rows and ranges, such as 0-9,17")
-        evaluation.update(range(int(first), int(last or first) + 1))
-    if beyond := sorted(number for number in evaluation if number >= count):
+        chosen.update(range(int(first), int(last or first) + 1))
+    if beyond := sorted(number for number in chosen if number >= count):
         raise ConfigError(f"eval.rows = {text!r}: {path} has rows 0 to {count - 1}, not {beyond[0]}")
-    return sorted(evaluation)
+    return sorted(chosen)
 
 
 async def evaluate(
@@ -98,13 +128,11 @@ async def evaluate(
     fresh: bool = False,
     retry_failed: bool = False,
 ) -> Evaluation:
-    """Run `eval.samples` attempts at each row, or resume an earlier process's evaluation; `stop` cancels what runs."""
+    """Run `eval.samples` rollouts of each row, or resume an earlier process's evaluation; `stop` cancels what runs."""
     rows = select_rows(config, inputs)
-    check_limits(config, inputs.agent)
-    folder = open_run_folder(config, fresh=fresh, may_change=MAY_CHANGE, files=grading_files(inputs.agent))
+    folder = open_run_folder(config, fresh=fresh, may_change=MAY_CHANGE, digests=grading_digests(inputs.agent))
     with locked(folder.path), Events(folder.events) as events:
         events.listen(listener)
-        await wait_for_processes(folder.path, events)
         async with tracking(config, folder, events):
             return await _evaluate(config, inputs, folder, events, rows, stop, retry_failed=retry_failed)
 
@@ -122,8 +150,8 @@ async def _evaluate(
     pool = open_pool(config, folder)
     try:
         await bind_pool(pool, folder)
-        planned = await plan_attempts(rows, pool, samples=config.eval.samples, retry_failed=retry_failed)
-        started = await _run_missing(config, inputs, folder, events, pool, planned, stop)
+        plan = await plan_rollouts(rows, pool, samples=config.eval.samples, retry_failed=retry_failed)
+        started = await _run_missing(config, inputs, folder, events, pool, plan, stop)
         numbers = {row.number for row in rows}
         scored = await score_tasks(group async for group in read_groups(pool) if group.seq in numbers)
     finally:
@@ -135,7 +163,7 @@ async def _evaluate(
         status="stopped" if stop.is_set() else "finished",
         model=inputs.model,
         outcome=outcome(scored, config.eval, prices=prices, seconds=rollout_seconds(folder.events)),
-        resumed=planned.done,
+        resumed=plan.done,
         seconds=round(time.monotonic() - started, 3),
         notices=read_notices(folder.events),
         prices=prices,
@@ -146,66 +174,108 @@ async def _evaluate(
 
 
 def as_json(evaluation: Evaluation) -> dict[str, Any]:
-    """Plain values; estimates by name."""
+    """Returns plain JSON values."""
     return asdict(evaluation) | {
         "outcome": evaluation.outcome.as_json(),
         "prices": evaluation.prices and evaluation.prices._asdict(),
     }
 
 
-def grading_files(agent: Agent) -> list[Path]:
-    """Returns the files that decide a rollout's result besides the settings: the entry file, and the grader's."""
+def grading_digests(agent: Agent) -> dict[str, str]:
+    """Returns digests of the code that decides a rollout's result: of the entry file or the agent's objects, and of the grader."""
     files = [value for _, value in agent.grader_config or () if isinstance(value, Path)]
-    return [file for file in (agent.entry, *files) if file.is_file()]
+    texts = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in agent.sources.items()}
+    entry = [] if texts else [agent.entry]
+    return texts | {str(file): file_checksum(file) for file in (*entry, *files) if file.is_file()}
+
+
+async def plan_rollouts(rows: Sequence[EvalRow], pool: Pool, *, samples: int, retry_failed: bool = False) -> EvalPlan:
+    """Open groups that do not exist, and replace rollouts that were not finished or, with `retry_failed`, that failed."""
+    again = {
+        group.seq: [rollout.ref for rollout in group.rollouts if _needs_retry(rollout, retry_failed)]
+        async for group in read_groups(pool)
+    }
+    planned: list[PlannedRollout] = []
+    for first in range(0, len(rows), OPEN_BATCH):
+        async with asyncio.TaskGroup() as opening:
+            given = [
+                opening.create_task(_rollouts_of(row, again.get(row.number), pool, samples=samples))
+                for row in rows[first : first + OPEN_BATCH]
+            ]
+        planned += [place for each in given for place in each.result()]
+    return EvalPlan(planned, len(rows) * samples - len(planned))
+
+
+async def _rollouts_of(row: EvalRow, again: Sequence[RolloutRef] | None, pool: Pool, *, samples: int) -> list[PlannedRollout]:
+    """Returns the rollouts of one row: replacements of those in `again`, or all if its group does not exist (None)."""
+    if again is not None:
+        return [PlannedRollout(await pool.replace(rollout, LOST), row.task) for rollout in again]
+    rollouts = [make_rollout(f"{CHANNEL}-{row.number}", row.task.id, place, channel=CHANNEL) for place in range(samples)]
+    await pool.open_group(row.task, rollouts, seq=row.number)
+    return [PlannedRollout(rollout, row.task) for rollout in rollouts]
+
+
+async def run_planned(
+    planned: Sequence[PlannedRollout],
+    runner: RunnerPort,
+    pool: Pool,
+    *,
+    sampling: Sampling,
+    concurrency: int,
+    retries: int,
+) -> None:
+    """Run each to its end, `concurrency` at once; one that is lost with its worker runs again."""
+    slots = asyncio.Semaphore(concurrency)
+
+    async def run(rollout: PlannedRollout) -> None:
+        try:
+            await run_to_end(*rollout, runner, pool=pool, sampling=sampling, retries=retries)
+        finally:
+            slots.release()
+
+    async with asyncio.TaskGroup() as running:
+        for number, rollout in enumerate(planned):
+            await slots.acquire()
+            task = running.create_task(run(rollout))
+            if number == 0:
+                await asyncio.wait({task}, timeout=HEAD_START_S)
+
+
+def _needs_retry(rollout: Rollout, retry_failed: bool) -> bool:
+    return rollout.end in UNFINISHED or (retry_failed and rollout.end is not End.COMPLETED)
 
 
 async def _run_missing(
-    config: RunConfig, inputs: Inputs, folder: RunFolder, events: Events, pool: Pool, planned: EvalPlan, stop: asyncio.Event
+    config: RunConfig, inputs: Inputs, folder: RunFolder, events: Events, pool: Pool, plan: EvalPlan, stop: asyncio.Event
 ) -> float:
-    """Make what is missing; when that began, loading left out."""
-    if not planned.attempts:
+    """Run the planned rollouts. Returns when the first one started: loading does not count."""
+    if not plan.rollouts:
         return time.monotonic()
-    count = min(config.eval.processes, config.rollout.concurrency, len(planned.attempts))  # one more would have nothing to do
-    async with _open_runner(config, inputs, folder, events, pool, count) as runs:
-        started, computed = time.monotonic(), time.process_time()
-        events.emit("eval.begin", model=inputs.model, folder=str(folder.path), rollouts=len(planned.attempts), done=planned.done)
-        work = asyncio.ensure_future(
-            run_attempts(
-                planned.attempts,
-                runs,
-                pool,
-                sampling=_sampling(config),
-                concurrency=config.rollout.concurrency,
-                retries=config.rollout.retries,
-                first_alone=count,
-                prefetch=prefetch_count(config.rollout.concurrency, count),
-            )
+    async with open_rollout_runner(config, inputs, folder, events, pool) as opened:
+        started = time.monotonic()
+        events.emit("eval.begin", model=inputs.model, folder=str(folder.path), rollouts=len(plan.rollouts), done=plan.done)
+        work = run_planned(
+            plan.rollouts,
+            opened.runner,
+            pool,
+            sampling=_sampling(config),
+            concurrency=config.rollout.concurrency,
+            retries=config.rollout.retries,
         )
-        stopped = asyncio.ensure_future(stop.wait())
-        try:
-            await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            stopped.cancel()
-            work.cancel()
-            with suppress(asyncio.CancelledError):
-                await work
-        took = {"busy_s": time.process_time() - computed, "seconds": time.monotonic() - started}
-        if count == 1 and (text := processes_hint(config, inputs.agent, **took)):
-            events.emit("stage", text=text)
+        await run_until_stopped(work, stop)
         return started
 
 
-@asynccontextmanager
-async def _open_runner(
-    config: RunConfig, inputs: Inputs, folder: RunFolder, events: Events, pool: Pool, count: int
-) -> AsyncGenerator[RunnerPort]:
-    """Yields what runs attempts: this process's runner, or `count` other processes."""
-    if count > 1:
-        async with open_processes(config, inputs, folder, events, pool, count=count) as processes:
-            yield processes
-    else:
-        async with open_rollout_runner(config, inputs, folder, events, pool) as opened:
-            yield opened.runner
+async def run_until_stopped(work: Coroutine[Any, Any, Any], stop: asyncio.Event) -> None:
+    """Run `work` to its end; `stop` cancels it."""
+    job, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({job, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopped.cancel()
+        job.cancel()
+        with suppress(asyncio.CancelledError):
+            await job
 
 
 def _sampling(config: RunConfig) -> Sampling:

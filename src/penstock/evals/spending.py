@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from penstock.evals.metrics import quantile
-from penstock.records import Attempt, Node, Step
+from penstock.records import Node, Rollout, Step
 
 
 class Prices(NamedTuple):
@@ -35,7 +35,7 @@ class RolloutUsage(NamedTuple):
     prompt_tokens: int
     completion_tokens: int
     tokens_known: bool
-    """False where an endpoint did not tell its tokens."""
+    """False if an endpoint did not report its tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class Spending:
     completion_tokens: int
     """What it sampled."""
     cost: float | None
-    """By `engine.price_in` and `engine.price_out`; None where there are none, or where an endpoint did not tell its tokens."""
+    """By `engine.price_in` and `engine.price_out`; None where there are none, or if an endpoint did not report its tokens."""
     call_s: Latency | None
     """Latency of model calls; None if there were none."""
     rollout_s: Latency | None
@@ -60,13 +60,13 @@ class Spending:
         return asdict(self) | times
 
 
-def rollout_usage(attempt: Attempt) -> RolloutUsage:
+def rollout_usage(rollout: Rollout) -> RolloutUsage:
     return RolloutUsage(
-        rollout_id=attempt.rollout.id,
-        call_s=array("d", [step.seconds for step in attempt.steps]),
-        prompt_tokens=sum(_prompts(attempt)),
-        completion_tokens=sum(step.sampled for step in attempt.steps),
-        tokens_known=all(step.usage is None or step.usage.prompt_tokens > 0 for step in attempt.steps),
+        rollout_id=rollout.ref.id,
+        call_s=array("d", [step.seconds for step in rollout.steps]),
+        prompt_tokens=sum(_prompts(rollout)),
+        completion_tokens=sum(step.sampled for step in rollout.steps),
+        tokens_known=all(step.usage is None or step.usage.prompt_tokens > 0 for step in rollout.steps),
     )
 
 
@@ -115,11 +115,11 @@ def _event(line: bytes) -> dict[str, Any]:
         return {}
 
 
-def _prompts(attempt: Attempt) -> Iterable[int]:
+def _prompts(rollout: Rollout) -> Iterable[int]:
     """Yields the tokens of each call's prompt; further choices of one call (`n` > 1) share it."""
-    nodes, steps = {node.id: node for node in attempt.nodes}, {step.index: step for step in attempt.steps}
+    nodes, steps = {node.id: node for node in rollout.nodes}, {step.index: step for step in rollout.steps}
     lengths: dict[int, int] = {}
-    for step in attempt.steps:
+    for step in rollout.steps:
         if step.usage is not None:
             yield step.usage.prompt_tokens
         elif step.choice == 0:

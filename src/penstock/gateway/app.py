@@ -14,27 +14,23 @@ from penstock.engines.base import Engine
 from penstock.errors import ConfigError, RequestError
 from penstock.events import Events
 from penstock.gateway.auth import Access, GatewayTokens
-from penstock.gateway.call import GatewayLimits
-from penstock.gateway.call_pipeline import CallPipeline
 from penstock.gateway.control import ControlRoutes
 from penstock.gateway.dialects import DIALECTS
 from penstock.gateway.dialects.base import Dialect
-from penstock.gateway.flows import FlowRoutes, GenerateRoute, RewardFunction, detail_body
-from penstock.gateway.model_routes import TEXT_DIALECTS, CountRoute, ModelRoute
+from penstock.gateway.model_routes import TEXT_DIALECTS, CountRoute, ModelRoute, StoredResponses
+from penstock.gateway.named_rollouts import NamedRollouts
 from penstock.gateway.observability import CONTENT_TYPE, CallTracer, Samples, as_text
-from penstock.gateway.pending_response import ResponseCache
-from penstock.gateway.policies import PolicySources, ServedPolicy, make_source
-from penstock.gateway.read_api import ReadApi
+from penstock.gateway.pipeline import CallPipeline
+from penstock.gateway.plugins import ROUTES, GatewayParts, RewardFunction, RoutePlugin
+from penstock.gateway.request import GatewayLimits
+from penstock.gateway.response import ResponseCache
 from penstock.gateway.routes import FunctionEndpoint, Route, Routes, json_response
 from penstock.gateway.session import Session, Sessions
-from penstock.gateway.shared_counters import Peers
-from penstock.gateway.sources import no_tokens_error
-from penstock.gateway.stored_responses import StoredResponses
-from penstock.gateway.trajectories import Trajectories
+from penstock.gateway.sources import PolicySources, ServedPolicy, make_source, no_tokens_error
 from penstock.http.listen import base_url, bind, is_loopback, known_names
 from penstock.pool.base import Pool
 from penstock.pool.pictures import PictureStore
-from penstock.records import Attempt, Rollout, Sampling
+from penstock.records import Rollout, RolloutRef, Sampling
 from penstock.sdk.routing import PLACEHOLDER_MODEL, PLACEHOLDER_NAMES
 from penstock.system.processes import protect_memory
 from penstock.system.redaction import Redactor
@@ -53,13 +49,13 @@ class Gateway:
     hosts: further host names that clients may use.
     secrets: values that are removed from every recorded text.
     sock: a bound socket, used instead of host and port.
-    peers: the other workers on the same port; None if there are none.
     is_open: only the control routes need a token; it then listens on this machine only.
     sessions: the session key opens a rollout for each session id that clients send.
-    closed: routes that are refused, by the token that they need. A run with a grader closes those that would open, grade or end
-        rollouts beside its runner: whoever calls them has a token that nobody was given.
+    closed: routes that are refused, by the token that they need. A run with a grader closes those that open, grade or end
+        rollouts: only its runner does that, so a caller with such a token has stolen it.
     policies: by the model name that agents ask for; without them `engine` answers under every name.
     pictures: where pictures are kept that the engine's model is shown; without it, it is shown none.
+    has_run: whether a run grades the rollouts.
     """
 
     def __init__(
@@ -78,12 +74,12 @@ class Gateway:
         secrets: Collection[str] = (),
         sock: socket.socket | None = None,
         tracer: CallTracer | None = None,
-        peers: Peers | None = None,
         is_open: bool = False,
         sessions: bool = False,
         closed: Collection[Access] = (),
         policies: Mapping[str, ServedPolicy] | None = None,
         pictures: PictureStore | None = None,
+        has_run: bool = True,
     ) -> None:
         self._closed = frozenset(closed)
         self._limits = limits = limits or GatewayLimits()
@@ -95,7 +91,6 @@ class Gateway:
         self._names = tuple(hosts)
         self._sock = sock
         self._tracer = tracer
-        self._peers = peers
         redactor = Redactor([self.tokens.control, self.tokens.admin, self.tokens.session_key, *secrets])
         source = make_source(engine, renderer, pictures)
         self._pipeline = CallPipeline(
@@ -107,10 +102,21 @@ class Gateway:
             defaults=sampling or {},
             limits=limits,
             base_url=base_url(host, port, hosts),
-            peers=peers,
         )
-        self._trajectories = Trajectories(pool, self._sessions, self.tokens)
-        self._flows = FlowRoutes(pool, self._sessions, self._trajectories, self._pipeline, tokens=self.tokens, limits=limits)
+        self.reward_function: RewardFunction | None = None
+        """Computes rewards for plug-ins; None if rewards cannot be computed."""
+        self._named = NamedRollouts(pool, self._sessions)
+        parts = GatewayParts(
+            pool=pool,
+            sessions=self._sessions,
+            named=self._named,
+            pipeline=self._pipeline,
+            tokens=self.tokens,
+            limits=limits,
+            reward_function=lambda: self.reward_function,
+            has_run=has_run,
+        )
+        self._plugins: list[RoutePlugin] = [ROUTES.load(name)(parts) for name in ROUTES]
         self._server: HttpServer | None = None
         refused = self._pipeline.metrics.refused
         self.app = Routes(self._routes(pool), self.tokens, hosts=known_names(host, hosts), refused=refused)
@@ -125,28 +131,19 @@ class Gateway:
         """What was not done as callers asked, by name: ignored fields, capped lengths, replayed answers."""
         return self._pipeline.metrics.notices
 
-    @property
-    def reward_function(self) -> RewardFunction | None:
-        """Computes the reward for `/compute_reward`; None refuses."""
-        return self._flows.reward_function
-
-    @reward_function.setter
-    def reward_function(self, reward_function: RewardFunction | None) -> None:
-        self._flows.reward_function = reward_function
-
     def samples(self) -> Samples:
         """The metrics of this process."""
         engine = self._pipeline.engine
         return self._pipeline.metrics.samples(model=engine.model, version=engine.version, rollouts=len(self._sessions))
 
-    def open(self, rollout: Rollout, sampling: Sampling, *, fresh: bool = False) -> Session:
+    def open(self, rollout: RolloutRef, sampling: Sampling, *, fresh: bool = False) -> Session:
         """Let a rollout of the pool call the model; `sampling` are defaults for its calls.
 
         With `fresh`, nothing of it is stored yet: its first call need not read the pool.
         """
         return self._sessions.open(rollout, sampling, fresh=fresh)
 
-    def close(self, rollout_id: str) -> Attempt | None:
+    def close(self, rollout_id: str) -> Rollout | None:
         """Refuse the rollout's calls from now on and cancel the running ones; see `Sessions.close`."""
         return self._sessions.close(rollout_id)
 
@@ -185,17 +182,16 @@ class Gateway:
             Route("POST", "/rollouts", Access.CONTROL, FunctionEndpoint(control.open)),
             Route("POST", "/rollouts/{rollout_id}/grade", Access.CONTROL, FunctionEndpoint(control.grade)),
             Route("POST", "/rollouts/{rollout_id}/end", Access.CONTROL, FunctionEndpoint(control.end)),
-            *self._flow_routes(),
-            *self._read_routes(pool),
+            *(route for plugin in self._plugins for route in plugin.routes()),
         ]
         refuse = FunctionEndpoint(self._refuse_closed)
         return [route._replace(endpoint=refuse) if route.access in self._closed else route for route in routes]
 
     def _stored_responses(self, pool: Pool) -> StoredResponses:
-        return StoredResponses(self._pipeline, self._trajectories.session, pool)
+        return StoredResponses(self._pipeline, self._named.session, pool)
 
     def _model_routes(self) -> list[Route]:
-        limits, pipeline, find, response_cache = self._limits, self._pipeline, self._trajectories.session, ResponseCache()
+        limits, pipeline, find, response_cache = self._limits, self._pipeline, self._named.session, ResponseCache()
         routes: list[Route] = []
         sources = pipeline.policies.by_name
         for name in DIALECTS:
@@ -211,46 +207,17 @@ class Gateway:
             model: ASGIApp = ModelRoute(
                 dialects, pipeline, find, name=name, limits=limits, response_cache=response_cache, tracer=self._tracer
             )
-            if name == "generate":
-                model = GenerateRoute(model, self.tokens, body_bytes=limits.body_bytes)
+            for plugin in self._plugins:
+                model = plugin.model_route(name, model)
             routes.append(Route("POST", each.path, Access.MODEL, model, each.error))
             if each.count_path is not None:
                 count = CountRoute(dialects, pipeline, find, limits=limits)
                 routes.append(Route("POST", each.count_path, Access.MODEL, count, each.error))
         return routes
 
-    def _flow_routes(self) -> list[Route]:
-        flows, base = self._flows, "/{trajectory}/{prompt}/v1"
-        routes = [
-            ("/submit_steps", flows.submit),
-            ("/compute_reward", flows.reward),
-            ("/init_trajectory", flows.init),
-            (f"{base}/register_trajectory", flows.register),
-            (f"{base}/complete_trajectory", flows.complete),
-            ("/complete_trajectory/{trajectory}", flows.complete),
-        ]
-        ready = Route("GET", "/ready", Access.NONE, FunctionEndpoint(flows.ready), detail_body)
-        return [ready, *(Route("POST", path, Access.FLOW, FunctionEndpoint(endpoint), detail_body) for path, endpoint in routes)]
-
-    def _read_routes(self, pool: Pool) -> list[Route]:
-        mode = "open" if self.tokens.is_open else "token"
-        reading = ReadApi(pool, self._pipeline.engine, mode=mode)
-        read = {
-            "config": reading.config,
-            "stats": reading.stats,
-            "steps": reading.steps,
-            "trajectories": reading.trajectories,
-            "events": reading.events,
-        }
-        curation = Route("POST", "/api/curation", Access.ADMIN, FunctionEndpoint(reading.curate), detail_body)
-        gets = [
-            Route("GET", f"/api/{name}", Access.ADMIN, FunctionEndpoint(endpoint), detail_body) for name, endpoint in read.items()
-        ]
-        return [*gets, curation]
-
     async def _refuse_closed(self, request: Request) -> Response:
         self._pipeline.count("refused:grading")
-        refused = "something asked the gateway to open, grade or end a rollout beside the run, with a valid token; it was refused"
+        refused = "something asked the gateway to open, grade or end a rollout of this run with a valid token; it was refused"
         self._events.emit("grading.refused", path=request.url.path, text=refused)
         text = "rollouts of this run are opened, graded and ended by the run alone; to grade otherwise, change its grader"
         raise RequestError(text, status=409, code="graded_by_run")
@@ -282,8 +249,7 @@ class Gateway:
         return own | room | {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
 
     async def _metrics(self, request: Request) -> Response:
-        samples = await self._peers.merged(self.samples()) if self._peers else self.samples()
-        return Response(as_text(samples), media_type=CONTENT_TYPE)
+        return Response(as_text(self.samples()), media_type=CONTENT_TYPE)
 
     async def _docs(self, request: Request) -> Response:
         lines = [f"{route.method:4} {route.path}  ({route.access})" for route in self.app.listed]

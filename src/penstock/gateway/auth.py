@@ -7,8 +7,8 @@
     session key    of clients that send a session id: model routes, a rollout for each session
 
 A model or flow token is the rollout's id and its signature under the run's secret, so any gateway of the run verifies it without a
-lookup. Every route names the access it needs. The uid of a trajectory that a gateway made is signed in itself: in a path it opens
-that trajectory's model routes.
+lookup. Every route names the access it needs. A rollout id that `new_signed_id` made is signed itself: in a path it opens that
+rollout's model routes.
 
 An `open` gateway asks for the control token only: whoever reaches it may name any rollout.
 """
@@ -21,9 +21,10 @@ from hashlib import sha256
 from typing import NamedTuple
 
 from penstock.errors import ConfigError, RequestError
-from penstock.gateway.client_sessions import ANY_SESSION
 from penstock.http.asgi import Headers, header
 
+ANY_SESSION = "*"
+"""The rollout of the session key: the one that the request's session id names."""
 MAX_CACHED_TOKENS = 10_000
 """Verified tokens that are kept: an agent sends the same one with each call."""
 
@@ -76,13 +77,13 @@ class GatewayTokens:
         """The rollout's flow token."""
         return f"fk-{rollout_id}.{self._sign(f'flow:{rollout_id}')}"
 
-    def new_trajectory_uid(self) -> str:
-        """A new signed uid of 32 hexadecimal digits."""
+    def new_signed_id(self) -> str:
+        """A new signed rollout id of 32 hexadecimal digits."""
         half = secrets.token_hex(8)
         return half + self._sign(f"trajectory:{half}")[:16]
 
-    def is_trajectory(self, uid: str) -> bool:
-        """Whether `new_trajectory_uid` made it, in any gateway with the same secret."""
+    def is_signed_id(self, uid: str) -> bool:
+        """Whether `new_signed_id` made it, in any gateway with the same secret."""
         known = self._sign(f"trajectory:{uid[:16]}")[:16]
         return len(uid) == 32 and hmac.compare_digest(uid[16:].encode("utf-8", "replace"), known.encode())
 
@@ -106,7 +107,7 @@ class GatewayTokens:
         verified = [each for token in tokens if (each := self._verify(token)) is not None]
         if self.is_open and access is not Access.CONTROL:
             return next((each.rollout_id for each in verified if each.kind is access), in_path)
-        if not verified and access is Access.MODEL and self.is_trajectory(in_path):
+        if not verified and access is Access.MODEL and self.is_signed_id(in_path):
             return in_path
         if not verified:
             what = "is not valid" if tokens else "is missing"
@@ -130,7 +131,7 @@ class GatewayTokens:
         }
         if self._has_sessions and hmac.compare_digest(presented, self.session_key.encode()):
             return self._remember(token, VerifiedToken(Access.MODEL, ANY_SESSION))
-        for kind, valid in valid_tokens.items():  # all are compared, in constant time: timing must not tell them apart
+        for kind, valid in valid_tokens.items():  # all are compared, in constant time: timing must not reveal which
             if hmac.compare_digest(presented, valid.encode("utf-8", "replace")):
                 found = kind
         if found is None or found not in (Access.MODEL, Access.FLOW):

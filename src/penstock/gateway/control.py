@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from penstock.codec import from_json
 from penstock.errors import PoolError, PoolFailed, RequestError
-from penstock.gateway.call import GatewayLimits
+from penstock.gateway.request import GatewayLimits
 from penstock.gateway.routes import json_response
 from penstock.gateway.session import Sessions, make_task, open_adhoc, pool_refusals
 from penstock.http.asgi import JsonBudget, parse_json, read_body
@@ -102,7 +102,7 @@ class ControlRoutes:
         rollout_id = request.path_params["rollout_id"]
         with pool_refusals(status=404, code="unknown_rollout"):
             first = await self._pool.end(rollout_id, body.end, body.message)
-            end = (await self._pool.attempt(rollout_id, first_step=AFTER_ALL, first_node=AFTER_ALL)).end
+            end = (await self._pool.rollout(rollout_id, first_step=AFTER_ALL, first_node=AFTER_ALL)).end
         self._sessions.close(rollout_id)
         return json_response({"rollout_id": rollout_id, "end": end, "first": first})
 
@@ -111,7 +111,7 @@ class ControlRoutes:
         if body.rollout_id is None or body.model_fields_set != {"rollout_id"}:
             return None
         try:
-            return (await self._pool.attempt(body.rollout_id, first_step=AFTER_ALL, first_node=AFTER_ALL)).rollout.id
+            return (await self._pool.rollout(body.rollout_id, first_step=AFTER_ALL, first_node=AFTER_ALL)).ref.id
         except PoolFailed:
             raise
         except PoolError:

@@ -6,13 +6,12 @@ node. A root node has no parent.
 
 from collections.abc import Sequence
 from itertools import chain, takewhile
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from penstock.chat.templates import Tool, chain_digest, flatten, has_reasoning, message_digest
 from penstock.codec import extend_ids_hash
 from penstock.engines.base import TokenPath
-from penstock.gateway.weights import step_weight
-from penstock.records import Attempt, Message, Node, PlacedPicture, Step
+from penstock.records import Message, Node, PlacedPicture, Rollout, Step
 
 if TYPE_CHECKING:
     from hashlib import blake2b
@@ -55,7 +54,7 @@ class RawPathMatch(NamedTuple):
 class TokenGraph:
     """Nodes and steps of one rollout, with indexes to find them by messages, tokens, request and answer."""
 
-    def __init__(self, attempt: Attempt) -> None:
+    def __init__(self, rollout: Rollout) -> None:
         self.nodes: dict[int, Node] = {}
         self.steps: dict[int, Step] = {}
         self.tokens = 0
@@ -92,7 +91,7 @@ class TokenGraph:
         self._weight = 0
         self._unweighed: list[tuple[Step, Node | None]] = []
         """Steps that `_weight` lacks, each with the node stored with it."""
-        self.add_stored(attempt)
+        self.add_stored(rollout)
 
     @property
     def weight(self) -> int:
@@ -101,10 +100,10 @@ class TokenGraph:
         self._unweighed.clear()
         return self._weight
 
-    def add_stored(self, attempt: Attempt) -> None:
+    def add_stored(self, rollout: Rollout) -> None:
         """Add what the pool holds: all of it, or what was added from `next_step` and `next_node` on."""
-        unused = {node.id: node for node in attempt.nodes if node.id not in self.nodes}
-        for step in sorted(attempt.steps, key=lambda step: step.index):
+        unused = {node.id: node for node in rollout.nodes if node.id not in self.nodes}
+        for step in sorted(rollout.steps, key=lambda step: step.index):
             self.add(step, unused.pop(step.node, None))
 
     def add(self, step: Step, node: Node | None, context: "blake2b | None" = None) -> None:
@@ -117,7 +116,7 @@ class TokenGraph:
         if node is not None:
             self.nodes[node.id] = node
             self.next_node = max(self.next_node, node.id + 1)
-            self._nodes_at.setdefault((step.policy, node.chain), []).append(node.id)
+            self._nodes_at.setdefault((step.policy, node.messages_digest), []).append(node.id)
         self.steps[step.index] = step
         self.next_step = max(self.next_step, step.index + 1)
         self.tokens += step.sampled
@@ -129,7 +128,7 @@ class TokenGraph:
             self._steps_with_reasoning.add(step.index)
         if pictures := self._placed_pictures(self.nodes[step.node]):
             self._pictures[step.index] = pictures
-        end = (step.policy, step.chain)
+        end = (step.policy, step.messages_digest)
         before = self._step_after.get(end)
         if before is None or is_complete(step) or not is_complete(self.steps[before]):
             self._step_after[end] = step.index  # of equal replies, the last complete one is what the agent saw
@@ -164,9 +163,11 @@ class TokenGraph:
         """The highest number of an answer to a request, complete or not; -1 if there is none."""
         return self._numbers.get(request, -1)
 
-    def find_answer(self, request: str, choices: int) -> list[Step] | None:
-        """The steps of the last complete answer to a request, by choice; None if there is none."""
+    def find_answer(self, request: str, choices: int, *, first: int = 0) -> list[Step] | None:
+        """The steps of the last complete answer to a request from number `first` on, by choice; None if there is none."""
         for name in reversed(self._answers_to.get(request, ())):
+            if answer_number(name) < first:
+                continue
             steps = sorted((self.steps[index] for index in self._steps_of[name]), key=lambda step: step.choice)
             if len(steps) == choices and all(map(is_complete, steps)):
                 return steps
@@ -249,12 +250,12 @@ class TokenGraph:
         """Index the step by its answer, and by its text if its prompt had no template."""
         steps = self._steps_of.setdefault(step.answer, [])
         if not steps:
-            request, _, number = step.answer.rpartition("-")
+            request = step.answer.rpartition("-")[0]
             self._answers_to.setdefault(request, []).append(step.answer)
-            self._numbers[request] = max(self.last_number(request), int(number) if number.isdecimal() else -1)
+            self._numbers[request] = max(self.last_number(request), answer_number(step.answer))
         steps.append(step.index)
         node = self.nodes[step.node]
-        if node.chain.startswith(RAW_CHAIN):
+        if node.messages_digest.startswith(RAW_CHAIN):
             self._raw_after.setdefault((step.policy, node.parent), []).append(step.index)
             self._raw[step.index] = flatten(node.messages[0]["content"]) + flatten(step.message["content"])
 
@@ -317,12 +318,49 @@ def _said_after(said: str, messages: Sequence[Message]) -> str:
     return said
 
 
+def answer_number(name: str) -> int:
+    """Returns which answer to its request a name (`Step.answer`) stands for; -1 if the name has no number."""
+    number = name.rpartition("-")[2]
+    return int(number) if number.isdecimal() else -1
+
+
 def is_complete(step: Step) -> bool:
     """Whether the reply was sampled to its end, so that the agent got all of it."""
     return step.finish in ("stop", "length")
 
 
-def prompts(attempt: Attempt) -> dict[int, tuple[int, ...]]:
+def prompts(rollout: Rollout) -> dict[int, tuple[int, ...]]:
     """The prompt of every step."""
-    graph = TokenGraph(attempt)
-    return {step.index: graph.prompt(step.node) for step in attempt.steps}
+    graph = TokenGraph(rollout)
+    return {step.index: graph.prompt(step.node) for step in rollout.steps}
+
+
+# Memory estimates
+
+STEP_WEIGHT, PROMPT_TOKEN_WEIGHT, SAMPLED_TOKEN_WEIGHT = 3_000, 40, 110
+"""Estimated bytes of memory: a step with its index entries; a prompt token; a sampled token with its columns."""
+
+
+def step_weight(step: Step, node: Node | None) -> int:
+    """Returns the bytes that a step and the node stored with it take in memory."""
+    weight = STEP_WEIGHT + SAMPLED_TOKEN_WEIGHT * len(step.completion_ids) + json_weight(step.message)
+    if node is not None:
+        weight += PROMPT_TOKEN_WEIGHT * len(node.token_ids) + json_weight(node.messages) + json_weight(node.tools)
+    return weight
+
+
+def json_weight(value: Any) -> int:
+    weight, waiting = 0, [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, str):
+            weight += 60 + len(item)
+        elif isinstance(item, dict):
+            weight += 250
+            waiting += cast("dict[str, Any]", item).values()
+        elif isinstance(item, list | tuple):
+            weight += 60 + 8 * len(cast("list[Any]", item))
+            waiting += cast("list[Any]", item)
+        else:
+            weight += 30
+    return weight

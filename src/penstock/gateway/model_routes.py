@@ -2,33 +2,34 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from hashlib import sha256
 from typing import Any, Protocol
 
 import orjson
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from penstock.codec import UNLOCKED, pieces
 from penstock.errors import EngineBusy, EngineError, EngineRefused, PenstockError, PoolError, RenderError, RequestError
-from penstock.gateway.call import Caller, ConversationHistory, GatewayLimits, ModelCall, Prompt
-from penstock.gateway.call_pipeline import CallPipeline
-from penstock.gateway.client_sessions import ANY_SESSION, SESSION_PROMPT, session_rollout
-from penstock.gateway.dialects.base import Dialect, EventWriter, ModelAnswer, UnsentTokens
-from penstock.gateway.last_request import LastRequest
+from penstock.gateway.auth import ANY_SESSION
+from penstock.gateway.dialects.base import Dialect, ModelAnswer
+from penstock.gateway.dialects.responses import ECHOED, RESPONSE_ID, ResponsesDialect
+from penstock.gateway.named_rollouts import SESSION_PROMPT, session_rollout
 from penstock.gateway.observability import CallTracer
-from penstock.gateway.pending_response import PendingResponse, ResponseCache
-from penstock.gateway.reply import Delta
+from penstock.gateway.pipeline import CallPipeline
+from penstock.gateway.request import Caller, CallScope, ConversationHistory, GatewayLimits, ModelCall, Prompt
+from penstock.gateway.response import PendingResponse, ResponseCache
 from penstock.gateway.session import RunningCall, Session
 from penstock.gateway.sources import no_tokens_error
 from penstock.http.asgi import ON_DISCONNECT, header, parse_json, read_body
-from penstock.records import Sampling, Step, TokenLogprobs
+from penstock.pool.base import Pool
+from penstock.records import Sampling
 from penstock.sdk.routing import PLACEHOLDER_NAMES
 
-PROMPT_UID = "penstock.prompt_uid"
-"""Scope key: the prompt's uid if the path or body names the rollout without a token of its own, else None."""
-NAMED_BY_PATH = "penstock.named_by_path"
-"""Scope key: whether the path names a trajectory and its prompt, as the base URL of a black-box agent does."""
 MAIN_TRANSCRIPT = "main"
 CHAT = "chat"
 """The dialect of black-box agents, some of which parse tool calls themselves."""
@@ -43,7 +44,7 @@ class FindSession(Protocol):
 
 
 class ModelRoute:
-    """One dialect's endpoint. `scope["rollout_id"]` is the token's rollout, `scope["transcript"]` the one named in the path."""
+    """One dialect's endpoint."""
 
     def __init__(
         self,
@@ -68,7 +69,7 @@ class ModelRoute:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, and count and trace it. A retry joins the pending response or gets the cached one."""
-        response = PendingResponse("", self._dialect, send)
+        response = PendingResponse(self._dialect, send)
         started, metrics = time.perf_counter(), self._pipeline.metrics
         metrics.begin()
         try:
@@ -86,21 +87,20 @@ class ModelRoute:
             body = await read_body(receive, self._limits.body_bytes)
             if body is None:
                 return
-            caller = summary.caller = _of_session(caller, scope, body)
-            session = await self._find(caller.rollout_id, scope[PROMPT_UID], is_retry=caller.is_retry)
-            is_black_box = scope[NAMED_BY_PATH]
+            caller, prompt_uid = _of_session(caller, scope, body)
+            summary.caller = caller
+            session = await self._find(caller.rollout_id, prompt_uid, is_retry=caller.is_retry)
+            is_black_box = CallScope.of(scope).named_by_path
             if caller.transcript == session.rollout.group_id:  # a path's `/{token}/{prompt}`: the prompt's uid, no transcript
                 caller, is_black_box = caller._replace(transcript=MAIN_TRANSCRIPT), True
                 summary.caller = caller
-            response.request = _request_digest(caller, self._dialect.path, body, session.last_request(caller.transcript))
-            if response.request in session.failed_requests:
-                caller = caller._replace(is_retry=False)
-            elif caller.is_retry and await self._repeat(session, response, scope, receive, send):
-                return
+            response.request = _request_digest(caller, self._dialect.path, body)
             history = await self._pipeline.history(session, caller.transcript)
+            # Nothing is awaited from here to the start of the call, so that a retry always finds the pending response.
+            if caller.is_retry and await self._repeat(session, response, scope, receive, send):
+                return
             with kept_request(session, caller.transcript):
-                parsed = parse_json(body, history.last_request.body.read)
-                caller, call = parse_call(self._pipeline, self._dialects, parsed, caller, session.sampling, history)
+                caller, call = parse_call(self._pipeline, self._dialects, parse_json(body), caller, session.sampling, history)
             if is_black_box and self._name == CHAT:
                 call = self._pipeline.keep_call_text(call)
             summary.caller, summary.call = caller, call
@@ -110,30 +110,33 @@ class ModelRoute:
         await self._answer(session, caller, call, response, scope, receive)
 
     async def _repeat(self, session: Session, retry: PendingResponse, scope: Scope, receive: Receive, send: Send) -> bool:
-        """Join the pending response to the same request, or send the cached one; False if there is neither."""
+        """Joins the pending response to the same request, or sends the cached one; False if there is neither."""
         if (first := session.pending.get(retry.request)) is not None:
             self._pipeline.count("joined_call")
             retry.sent = first.sent
             with suppress(CallerDisconnected):
                 await run_while_connected(first.follow(send), scope, receive, first.remove_listener)
             return True
-        if (sent := self._response_cache.get(retry.request)) is not None:
-            self._pipeline.count("replayed_call")
-            retry.sent = sent
-            for message in sent:
-                await send(message)
-        return sent is not None
+        if retry.request in session.failed_requests or (sent := self._response_cache.get(retry.request)) is None:
+            return False
+        self._pipeline.count("replayed_call")
+        retry.sent = sent
+        for message in sent:
+            await send(message)
+        return True
 
     async def _answer(
         self, session: Session, caller: Caller, call: ModelCall, response: PendingResponse, scope: Scope, receive: Receive
     ) -> None:
         try:
             with RunningCall(session, response), suppress(CallerDisconnected):
-                work = self._work(session, caller, call, response)
+                model = call.policy or self._pipeline.engine.model
+                response.begin(call, self._dialects[call.policy], model=model, keep_alive_s=self._limits.keep_alive_s)
+                work = self._pipeline.answer(session, caller, call, response)
                 await run_while_connected(work, scope, receive, response.remove_listener, response.is_abandoned)
-            session.failed_requests.discard(response.request)
+            session.failed_requests.pop(response.request, None)
         except PenstockError as error:
-            session.mark_failed(response.request)
+            session.mark_failed(response)
             refusal = as_request_error(error)
             if refusal.status == 400:
                 session.forget_request(caller.transcript)
@@ -141,13 +144,6 @@ class ModelRoute:
         finally:
             response.end()
         self._response_cache.add(response)
-
-    async def _work(self, session: Session, caller: Caller, call: ModelCall, response: PendingResponse) -> None:
-        kind = StreamResponseWriter if call.stream else JsonResponseWriter
-        writer = kind(self._dialects[call.policy], response, call, call.policy or self._pipeline.engine.model)
-        if call.stream:
-            response.start_keep_alive(self._limits.keep_alive_s)
-        await self._pipeline.answer(session, caller, call, writer, response)
 
 
 def parse_call(
@@ -187,14 +183,14 @@ class CountRoute:
         self._limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        response = PendingResponse("", self._dialect, send)
+        response = PendingResponse(self._dialect, send)
         try:
             caller = _caller(scope)
             body = await read_body(receive, self._limits.body_bytes)
             if body is None:
                 return
-            caller = _of_session(caller, scope, body)
-            session = await self._find(caller.rollout_id, scope[PROMPT_UID])
+            caller, prompt_uid = _of_session(caller, scope, body)
+            session = await self._find(caller.rollout_id, prompt_uid)
             history = await self._pipeline.history(session, caller.transcript)
             with kept_request(session, caller.transcript):
                 caller, call = parse_call(self._pipeline, self._dialects, parse_json(body), caller, session.sampling, history)
@@ -203,80 +199,6 @@ class CountRoute:
             await response.send_error(as_request_error(error))
             return
         await response.send_body(200, orjson.dumps(self._dialect.count(tokens)))
-
-
-NO_TOKENS = UnsentTokens((), ())
-
-
-class JsonResponseWriter:
-    """See `ResponseWriter`: sends one JSON body, once every choice is durable."""
-
-    def __init__(self, dialect: Dialect, response: PendingResponse, call: ModelCall, model: str) -> None:
-        self._dialect = dialect
-        self._response = response
-        self._call = call
-        self._model = model
-
-    async def start(self, prompt: Prompt) -> None: ...
-
-    async def add(
-        self,
-        choice: int,
-        deltas: list[Delta],
-        ids: Sequence[int],
-        logprobs: Sequence[float],
-        most_likely: Sequence[TokenLogprobs],
-    ) -> None: ...
-
-    async def finish_choice(self, choice: int, step: Step) -> None: ...
-
-    async def finish(self, prompt: Prompt, steps: list[Step]) -> None:
-        answer = ModelAnswer(self._response.name, self._response.created, self._model, self._call, prompt, steps)
-        await self._response.send_body(200, self._dialect.json_body(answer))
-
-
-class StreamResponseWriter:
-    """See `ResponseWriter`: sends events as tokens come. Events that end a choice or the stream wait until it is durable."""
-
-    def __init__(self, dialect: Dialect, response: PendingResponse, call: ModelCall, model: str) -> None:
-        self._dialect = dialect
-        self._response = response
-        self._call = call
-        self._model = model
-        self._events: EventWriter | None = None
-        self._unsent = [NO_TOKENS] * call.choices
-        """By choice, tokens whose text is held back; the next event with text has them."""
-
-    async def start(self, prompt: Prompt) -> None:
-        if self._events is None:
-            answer = ModelAnswer(self._response.name, self._response.created, self._model, self._call, prompt)
-            self._events = self._dialect.events(answer)
-            await self._response.send_events(self._events.start())
-
-    async def add(
-        self,
-        choice: int,
-        deltas: list[Delta],
-        ids: Sequence[int],
-        logprobs: Sequence[float],
-        most_likely: Sequence[TokenLogprobs],
-    ) -> None:
-        self._unsent[choice] = self._unsent[choice].then(ids, logprobs, most_likely)
-        events = self._started.delta(choice, deltas, self._unsent[choice])
-        if events:
-            self._unsent[choice] = NO_TOKENS
-            await self._response.send_events(events)
-
-    async def finish_choice(self, choice: int, step: Step) -> None:
-        await self._response.send_events(self._started.finish_choice(choice, step, self._unsent[choice]))
-
-    async def finish(self, prompt: Prompt, steps: list[Step]) -> None:
-        await self._response.send_events(self._started.finish(steps), last=True)
-
-    @property
-    def _started(self) -> EventWriter:
-        assert self._events is not None, "`start` comes first"
-        return self._events
 
 
 @contextmanager
@@ -304,7 +226,7 @@ async def run_while_connected(
     """Run `work` while its caller is connected; raises CallerDisconnected if it was cancelled because nobody waits for it.
 
     `on_disconnect` is called when this caller hangs up. Without `is_abandoned` the work is then cancelled at once. With it, the
-    work goes on for callers that joined: `on_disconnect` cancels it when `is_abandoned` becomes true.
+    work continues for callers that joined: `on_disconnect` cancels it when `is_abandoned` becomes true.
     """
     task = asyncio.current_task()
     assert task is not None
@@ -364,32 +286,63 @@ def as_request_error(error: PenstockError) -> RequestError:
 
 
 def _caller(scope: Scope) -> Caller:
-    headers = scope["headers"]
-    rollout_id, named = scope["rollout_id"], header(headers, b"x-rollout-id")
-    if not rollout_id:
-        rollout_id = named
+    headers, known = scope["headers"], CallScope.of(scope)
+    named = header(headers, b"x-rollout-id")
+    rollout_id = known.rollout_id or named
     if not rollout_id:
         text = "whose call is this? call under /{trajectory}/{prompt}/v1, or send the rollout's model token or x-rollout-id"
         raise RequestError(text, code="unknown_caller")
-    # A rollout server sends `{rollout_id}~{run}`: the part after the tilde tells runs apart.
+    # A rollout server sends `{rollout_id}~{run}`: the part after the tilde is the run.
     if named and named != rollout_id and rollout_id != ANY_SESSION and not named.startswith(f"{rollout_id}~"):
         raise RequestError(f"x-rollout-id names {named[:200]}, but the token is that of {rollout_id}", code="rollout_mismatch")
-    transcript, key = header(headers, b"x-sample-id") or scope["transcript"] or MAIN_TRANSCRIPT, header(headers, b"idempotency-key")
+    transcript, key = header(headers, b"x-sample-id") or known.transcript or MAIN_TRANSCRIPT, header(headers, b"idempotency-key")
     for name, value in (("x-sample-id", transcript), ("idempotency-key", key)):
         if len(value) > 200:
             raise RequestError(f"{name} is longer than 200 characters", code="invalid_value", param=name)
     return Caller(rollout_id, transcript, bool(key) or header(headers, b"x-stainless-retry-count") not in ("", "0"), key)
 
 
-def _of_session(caller: Caller, scope: Scope, body: bytes) -> Caller:
-    """The caller with the rollout of its session, if it came with the session key."""
+def _of_session(caller: Caller, scope: Scope, body: bytes) -> tuple[Caller, str | None]:
+    """Returns the caller and its prompt's uid. The session key stands for the rollout of the request's session."""
     if caller.rollout_id != ANY_SESSION:
-        return caller
-    scope[PROMPT_UID] = SESSION_PROMPT
-    return caller._replace(rollout_id=session_rollout(scope["headers"], body))
+        return caller, CallScope.of(scope).prompt_uid
+    return caller._replace(rollout_id=session_rollout(scope["headers"], body)), SESSION_PROMPT
 
 
-def _request_digest(caller: Caller, path: str, body: bytes, last_request: LastRequest) -> str:
+def _request_digest(caller: Caller, path: str, body: bytes) -> str:
     """Identifies a request when it is sent again: a digest of its caller and of every byte."""
     who = f"{caller.rollout_id}\0{caller.transcript}\0{caller.key}\0{path}\0"
-    return last_request.body.digest(who.encode("utf-8", "surrogatepass"), body)[:24]
+    digest = sha256(who.encode("utf-8", "surrogatepass"))
+    for piece in pieces(body, UNLOCKED):
+        digest.update(piece)
+    return digest.hexdigest()[:24]
+
+
+# Stored responses
+
+
+class StoredResponses:
+    """Fields of the request that were not recorded, such as its metadata, have their defaults."""
+
+    def __init__(self, pipeline: CallPipeline, find: FindSession, pool: Pool) -> None:
+        self._pipeline = pipeline
+        self._find = find
+        self._pool = pool
+
+    async def get(self, request: Request) -> Response:
+        caller, prompt_uid = _of_session(Caller(CallScope.of(request.scope).rollout_id), request.scope, b"")
+        session = await self._find(caller.rollout_id, prompt_uid)
+        graph = await session.graph(self._pool)
+        name = request.path_params.get("response", "")
+        steps = graph.answer(name.removeprefix(RESPONSE_ID))
+        if not name.startswith(RESPONSE_ID) or not steps:
+            text = f"response {name[:200]!r} is none of this rollout"
+            raise RequestError(text, status=404, code="response_not_found", param="response_id")
+        step = steps[0]
+        node = graph.nodes[step.node]
+        prompt = Prompt(ids=graph.path(step.node), parent=node.parent, added=(), messages=(), tools=(), chain=node.messages_digest)
+        source = self._pipeline.policies.by_name[step.policy]
+        call = ModelCall(model="", messages=(), sampling=step.sampling, echo=tuple(ECHOED.items()))
+        model = step.policy or source.engine.model
+        answer = ModelAnswer(step.answer, step.created, model, call, prompt, [step])
+        return Response(ResponsesDialect(source.tokenizer).json_body(answer), media_type="application/json")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.errors import ConfigError
 from penstock.gateway.auth import Headers
-from penstock.gateway.call import CallSummary
+from penstock.gateway.request import CallSummary
 from penstock.records import NO_LIMIT
 from penstock.system.packages import install_command
 
@@ -37,7 +37,7 @@ class MetricFamily(NamedTuple):
 FAMILIES = {
     "penstock_gateway_info": MetricFamily("gauge", "Always 1; its labels say what is served.", ("model",)),
     "penstock_policy_version": MetricFamily("gauge", "The policy version that the next token is sampled under."),
-    "penstock_open_rollouts": MetricFamily("gauge", "Rollouts that a worker holds open."),
+    "penstock_open_rollouts": MetricFamily("gauge", "Rollouts that the gateway holds open."),
     "penstock_calls_in_flight": MetricFamily("gauge", "Model calls that are being answered."),
     "penstock_calls_total": MetricFamily(
         "counter", "Model calls by HTTP status; left: the caller hung up first.", ("dialect", "status")
@@ -52,7 +52,7 @@ FAMILIES = {
     "penstock_prompt_tokens_total": MetricFamily("counter", "Prompt tokens that the engine got."),
     "penstock_sampled_tokens_total": MetricFamily("counter", "Tokens that the engine sampled."),
     "penstock_exact_tokens_total": MetricFamily("counter", "Sampled tokens that are recorded with the digest of their context."),
-    "penstock_breaks_total": MetricFamily("counter", "Prompts in which earlier tokens could not go on, by reason.", ("reason",)),
+    "penstock_breaks_total": MetricFamily("counter", "Prompts that could not continue earlier tokens, by reason.", ("reason",)),
     "penstock_policy_steps_total": MetricFamily("counter", "Steps recorded, by policy.", ("policy",)),
     "penstock_policy_tokens_total": MetricFamily("counter", "Tokens sampled, by policy.", ("policy",)),
     "penstock_call_seconds": MetricFamily("histogram", "Duration of model calls.", ("dialect",)),
@@ -60,8 +60,6 @@ FAMILIES = {
 }
 BY_POLICY = frozenset({"penstock_policy_steps_total", "penstock_policy_tokens_total"})
 """Families that a gateway without `[policies.*]` does not have."""
-MERGED_BY_MAX = frozenset({"penstock_gateway_info", "penstock_policy_version"})
-"""Families of which the workers' highest value counts; all others are summed."""
 
 
 class Histogram:
@@ -109,7 +107,7 @@ class GatewayMetrics:
             self.refused[summary.error.code] += 1
         for step in summary.steps:
             self._steps[step.finish] += 1
-            self._exact_tokens += len(step.completion_ids) if step.context else 0
+            self._exact_tokens += len(step.completion_ids) if step.context_digest else 0
             if step.policy:
                 self._policy_steps[step.policy] += 1
                 self._policy_tokens[step.policy] += step.sampled
@@ -148,18 +146,6 @@ class GatewayMetrics:
             full = f"penstock_{name}_total"
             samples[full] = _lines(full, [((label,), count) for label, count in counts.items()])
         return samples
-
-
-def merge(every: Iterable[Samples]) -> Samples:
-    """The samples of several workers, added up."""
-    merged: Samples = {}
-    for samples in every:
-        for name, lines in samples.items():
-            into = merged.setdefault(name, {})
-            for line, value in lines.items():
-                before = into.get(line, 0)
-                into[line] = max(before, value) if name in MERGED_BY_MAX else before + value
-    return merged
 
 
 def as_text(samples: Samples) -> str:

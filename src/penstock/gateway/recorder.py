@@ -8,17 +8,14 @@ from operator import is_
 
 from penstock.chat.media import without_bytes
 from penstock.chat.templates import chain_digest, message_digest
-from penstock.errors import PoolConflict, PoolError, RequestError
-from penstock.gateway.call import Prompt
+from penstock.errors import PoolError, RequestError
 from penstock.gateway.graph import TokenGraph
 from penstock.gateway.reply import ReplyBuilder
+from penstock.gateway.request import Prompt
 from penstock.gateway.session import Session
 from penstock.pool.base import Pool
 from penstock.records import Message, Node, Sampling, Step
 from penstock.system.redaction import Redactor
-
-MAX_CONFLICTS = 100
-"""How often a step's number may already be taken by another worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,10 +52,17 @@ class Recorder:
         """Store a step of another rollout as the next one of this branch; raises as `record` does."""
 
         def make(index: int, node: Node, context: str) -> Step:
-            chain = chain_digest(node.chain, message_digest(recorded.message))
+            chain = chain_digest(node.messages_digest, message_digest(recorded.message))
             name, number = node.rollout_id, node.id
             return replace(
-                recorded, rollout_id=name, index=index, node=number, chain=chain, context=context, seconds=0.0, replayed=True
+                recorded,
+                rollout_id=name,
+                index=index,
+                node=number,
+                messages_digest=chain,
+                context_digest=context,
+                seconds=0.0,
+                replayed=True,
             )
 
         return await self._append(session, prompt, recorded.completion_ids, recorded.policy, make)
@@ -67,23 +71,16 @@ class Recorder:
         self, session: Session, prompt: Prompt, ids: Sequence[int], policy: str, make: Callable[[int, Node, str], Step]
     ) -> Step:
         async with session.recording:
-            for _ in range(MAX_CONFLICTS):
-                graph = await session.graph(self._pool)
-                known = graph.find(prompt.parent, prompt.chain, prompt.added, policy)
-                node = known or _node(session.rollout_id, graph, prompt)
-                context = graph.context_hash(node, ids)
-                step = make(graph.next_step, node, context.hexdigest())
-                try:
-                    await self._store(session, step, None if known else node)
-                except PoolConflict:  # another worker took the number: try the next one
-                    await session.catch_up(self._pool)
-                    continue
-                session.notify_peers()  # only now: a worker that sees the counter must find the step in the pool
-                graph.add(step, None if known else node, context)
-                graph.keep_prompt(node.id, prompt.ids)
-                self._breaks.update([node.reason] if node.reason and not known else ())
-                return step
-        raise _not_recorded(f"other workers took {MAX_CONFLICTS} numbers before it")
+            graph = await session.graph(self._pool)
+            known = graph.find(prompt.parent, prompt.chain, prompt.added, policy)
+            node = known or _node(session.rollout_id, graph, prompt)
+            context = graph.context_hash(node, ids)
+            step = make(graph.next_step, node, context.hexdigest())
+            await self._store(session, step, None if known else node)
+            graph.add(step, None if known else node, context)
+            graph.keep_prompt(node.id, prompt.ids)
+            self._breaks.update([node.reason] if node.reason and not known else ())
+            return step
 
     def clean(self, messages: Sequence[Message]) -> tuple[Message, ...]:
         """The messages as they are stored: without secrets, and with digests in place of bytes."""
@@ -97,11 +94,9 @@ class Recorder:
         try:
             await self._pool.append(clean, clean_node)
         except PoolError as error:
-            if session.shared and isinstance(error, PoolConflict):
-                raise
-            session.drop_graph()
+            session.drop_graph()  # after a conflict, another gateway has recorded a step: a retry reads it
             await self._refuse_if_ended(session)
-            raise _not_recorded(error) from error
+            raise RequestError(f"the reply could not be recorded: {error}", status=503, code="not_recorded") from error
         except asyncio.CancelledError:
             session.drop_graph()  # the pool may have the step or not: the next call reads it
             raise
@@ -122,17 +117,13 @@ class Recorder:
             return  # the store cannot be read either: the first error says why
 
 
-def _not_recorded(why: object) -> RequestError:
-    return RequestError(f"the reply could not be recorded: {why}", status=503, code="not_recorded")
-
-
 def _node(rollout_id: str, graph: TokenGraph, prompt: Prompt) -> Node:
     return Node(
         rollout_id=rollout_id,
         id=graph.next_node,
         parent=prompt.parent,
         token_ids=prompt.added,
-        chain=prompt.chain,
+        messages_digest=prompt.chain,
         messages=prompt.messages,
         tools=prompt.tools,
         reason=prompt.reason,
@@ -155,12 +146,12 @@ def _step(index: int, node: Node, reply: ReplyBuilder, metadata: StepMetadata, c
         sampling=metadata.sampling,
         finish=reply.finish or "error",
         message=message,
-        chain=chain_digest(node.chain, message_digest(message)),
+        messages_digest=chain_digest(node.messages_digest, message_digest(message)),
         seconds=metadata.seconds,
         answer=metadata.answer,
         choice=metadata.choice,
         created=metadata.created,
-        context=context,
+        context_digest=context,
         usage=reply.usage,
         policy=metadata.policy,
         kept=tuple(reply.kept),

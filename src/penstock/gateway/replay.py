@@ -15,7 +15,7 @@ from penstock.codec import pack_ints
 from penstock.errors import RequestError
 from penstock.gateway.dialects.base import DialectTokenizer
 from penstock.gateway.graph import TokenGraph, is_complete
-from penstock.records import Attempt, BranchPoint, Message, Step
+from penstock.records import BranchPoint, Message, Rollout, Step
 
 BEFORE, AFTER = 30, 50
 """Bytes that an error shows before and after the first one that differs."""
@@ -50,7 +50,7 @@ class RecordedCall(NamedTuple):
 class BranchReplay:
     """Answers the calls of one branch; `graph` is what the branch has recorded so far, in this process or an earlier one."""
 
-    def __init__(self, recorded: Attempt, point: BranchPoint, graph: TokenGraph, tokenizer: DialectTokenizer) -> None:
+    def __init__(self, recorded: Rollout, point: BranchPoint, graph: TokenGraph, tokenizer: DialectTokenizer) -> None:
         self.difference = ""
         """How the branch left the record; empty while it follows it."""
         self._rollout_id, self._step = point.rollout_id, point.step
@@ -118,7 +118,7 @@ class BranchReplay:
         return f"{where} at byte {at}: recorded {_window(recorded, at)}, now {_window(now, at)}"
 
 
-def _recorded_calls(recorded: Attempt, step: int) -> list[RecordedCall]:
+def _recorded_calls(recorded: Rollout, step: int) -> list[RecordedCall]:
     """The calls up to that of `step`, in order; the last is that one. None if there is no such step.
 
     A reply that broke off is left out, unless it is the step itself: its caller asked again.

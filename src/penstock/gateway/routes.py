@@ -17,10 +17,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from penstock.errors import PenstockError, RequestError
 from penstock.gateway.auth import Access, GatewayTokens
 from penstock.gateway.dialects.chat import error_body
-from penstock.gateway.model_routes import NAMED_BY_PATH, PROMPT_UID, as_request_error
-from penstock.gateway.pending_response import RETRYABLE_STATUSES, retry_after
-from penstock.http.asgi import header
-from penstock.http.listen import host_name
+from penstock.gateway.model_routes import as_request_error
+from penstock.gateway.request import CALL_SCOPE, CallScope
+from penstock.gateway.response import RETRYABLE_STATUSES, retry_after
+from penstock.http.asgi import header, host_name
 
 DEFAULT_PROMPT = "1"
 
@@ -63,11 +63,11 @@ class Routes:
                 self._check_origin(scope)
             method = "GET" if scope["method"] == "HEAD" else scope["method"]
             route, scope["path_params"], token, transcript = self._find(method, _segments(scope["path"]))
-            rollout_id = scope["rollout_id"] = self._tokens.authorize(route.access, scope["headers"], token)
-            named_by_id = rollout_id == token  # then the second segment is the prompt's uid
-            scope["transcript"] = "" if named_by_id else transcript
-            scope[PROMPT_UID] = (transcript or DEFAULT_PROMPT) if named_by_id else None
-            scope[NAMED_BY_PATH] = named_by_id and bool(token)
+            rollout_id = self._tokens.authorize(route.access, scope["headers"], token)
+            if rollout_id == token:  # then the second segment is the prompt's uid
+                scope[CALL_SCOPE] = CallScope(rollout_id, "", transcript or DEFAULT_PROMPT, bool(token))
+            else:
+                scope[CALL_SCOPE] = CallScope(rollout_id, transcript)
             await route.endpoint(scope, receive, send)
         except PenstockError as error:
             refusal = as_request_error(error)

@@ -13,18 +13,17 @@ from weakref import WeakValueDictionary
 
 from penstock.chat.templates import Tool
 from penstock.errors import PoolError, PoolFailed, RequestError
-from penstock.gateway import weights
 from penstock.gateway.auth import GatewayTokens
-from penstock.gateway.call import GatewayLimits
 from penstock.gateway.dialects.base import DialectTokenizer
-from penstock.gateway.graph import TokenGraph
-from penstock.gateway.last_request import LastRequest
-from penstock.gateway.pending_response import PendingResponse
+from penstock.gateway.graph import TokenGraph, answer_number
 from penstock.gateway.replay import BranchReplay
-from penstock.gateway.shared_counters import Peers
+from penstock.gateway.request import GatewayLimits, LastRequest
+from penstock.gateway.response import PendingResponse
 from penstock.pool.base import Pool
-from penstock.records import ADHOC_CHANNEL, Attempt, Message, Rollout, Sampling, Task, make_rollout
+from penstock.records import ADHOC_CHANNEL, Message, Rollout, RolloutRef, Sampling, Task, make_rollout
 
+SESSION_WEIGHT = 5_000
+"""Bytes of memory of a session with an empty graph."""
 MAX_TRANSCRIPTS = 8
 """Transcripts of a rollout whose last request is kept; any other is parsed in full."""
 MAX_FAILED_REQUESTS = 1000
@@ -53,15 +52,13 @@ class Session:
 
     def __init__(
         self,
-        rollout: Rollout,
+        rollout: RolloutRef,
         sampling: Sampling,
         *,
         tokens: GatewayTokens,
         base_url: str,
         limits: GatewayLimits,
-        peers: Peers | None = None,
-        stored: Attempt | None = None,
-        seen_counters: tuple[int, ...] | None = None,
+        stored: Rollout | None = None,
         on_weight: "Callable[[Session], None] | None" = None,
         openings: MutableMapping[str, LastRequest] | None = None,
     ) -> None:
@@ -78,8 +75,8 @@ class Session:
         """Held while a step is stored, so that steps are numbered in the order in which they became durable."""
         self.pending: dict[str, PendingResponse] = {}
         """Responses in progress, by request digest: a retry joins the one of the same request."""
-        self.failed_requests: set[str] = set()
-        """Requests whose last response was an error: a retry samples again, whatever was answered before."""
+        self.failed_requests: dict[str, int] = {}
+        """Requests whose last response was an error, with that answer's number: a retry gets no answer from before it."""
         self.pool_differs = False
         """Whether the pool holds what this process does not: a grade, or a text with its secrets removed."""
         self.closed = False
@@ -87,12 +84,8 @@ class Session:
         """The part of `weight` that the cache of sessions has counted."""
         self._on_weight = on_weight
         self._limits = limits
-        self.shared = peers is not None and peers.count > 1
-        """Whether other workers may record steps of it."""
-        self._peers = peers
-        self._seen_counters = seen_counters
-        """The other workers' counters when the pool was last read."""
         self._graph = TokenGraph(stored) if stored else None
+        self._reading = asyncio.Lock()
         self._replay: BranchReplay | None = None
         self._running: set[asyncio.Task[Any]] = set()
         self._last_requests: dict[str, LastRequest] = {}
@@ -117,22 +110,25 @@ class Session:
     def weight(self) -> int:
         """Bytes of memory that it takes."""
         requests = sum(each.weight for each in self._last_requests.values())
-        return weights.SESSION + requests + (self._graph.weight if self._graph else 0)
+        return SESSION_WEIGHT + requests + (self._graph.weight if self._graph else 0)
 
     async def graph(self, pool: Pool) -> TokenGraph:
         """The rollout's token graph, read from the pool on the first call."""
         if self._graph is None:
-            attempt = await pool.attempt(self.rollout_id)
-            if attempt.end is not None:
-                raise over_error(attempt)
-            self._graph = self._graph or TokenGraph(attempt)  # another call may have read it meanwhile
+            async with self._reading:  # fair: calls continue in the order in which they came
+                if self._graph is None:
+                    rollout = await pool.rollout(self.rollout_id)
+                    if rollout.end is not None:
+                        raise over_error(rollout)
+                    self._graph = TokenGraph(rollout)
+                return self._graph
         return self._graph
 
     async def replay(self, pool: Pool, tokenizer: DialectTokenizer) -> BranchReplay | None:
         """What answers the calls of a branch up to its step; None for any other rollout."""
         point = self.rollout.branch
         if self._replay is None and point is not None:
-            recorded, graph = await pool.attempt(point.rollout_id), await self.graph(pool)
+            recorded, graph = await pool.rollout(point.rollout_id), await self.graph(pool)
             self._replay = self._replay or BranchReplay(recorded, point, graph, tokenizer)
         return self._replay
 
@@ -143,31 +139,20 @@ class Session:
         return self._replay.difference or (self._replay.unfinished if ended else "")
 
     async def catch_up(self, pool: Pool) -> None:
-        """Read what other workers have recorded; RequestError 409 if one of them ended the rollout."""
-        if (graph := self._graph) is None:
-            return
-        attempt = await pool.attempt(self.rollout_id, first_step=graph.next_step, first_node=graph.next_node)
-        if attempt.end is not None:
-            raise over_error(attempt)
-        graph.add_stored(attempt)
+        """Reads what another gateway has recorded; RequestError 409 if it ended the rollout."""
+        async with self.recording:  # else a step that is being stored here would be read too
+            if (graph := self._graph) is None:
+                return
+            rollout = await pool.rollout(self.rollout_id, first_step=graph.next_step, first_node=graph.next_node)
+            if rollout.end is not None:
+                raise over_error(rollout)
+            graph.add_stored(rollout)
 
-    async def catch_up_if_changed(self, pool: Pool, *, is_retry: bool) -> None:
-        """Catch up if another worker's counter changed. For a retry always: a worker may die between storing and counting."""
-        counters = self._peers and self._peers.read_counters(self.rollout_id)
-        if is_retry or counters is None or counters != self._seen_counters:
-            await self.catch_up(pool)
-            self._seen_counters = counters
-
-    def notify_peers(self) -> None:
-        """Tell the other workers that a step is stored."""
-        if self._peers is not None:
-            self._peers.notify(self.rollout_id)
-
-    def recorded(self) -> Attempt | None:
+    def recorded(self) -> Rollout | None:
         """The nodes and steps as they are stored; None if only the pool has all of them."""
-        if self._graph is None or self.shared or self.pool_differs:
+        if self._graph is None or self.pool_differs:
             return None
-        return Attempt(rollout=self.rollout, nodes=tuple(self._graph.nodes.values()), steps=tuple(self._graph.steps.values()))
+        return Rollout(ref=self.rollout, nodes=tuple(self._graph.nodes.values()), steps=tuple(self._graph.steps.values()))
 
     def drop_graph(self) -> None:
         """Read the graph again before the next call: a write failed, so the pool may hold more or less than this process."""
@@ -193,11 +178,11 @@ class Session:
         if self._on_weight is not None:
             self._on_weight(self)
 
-    def mark_failed(self, request: str) -> None:
-        """Remember that the response to a request was an error."""
+    def mark_failed(self, response: PendingResponse) -> None:
+        """Remembers that the response to a request was an error."""
         if len(self.failed_requests) >= MAX_FAILED_REQUESTS:
             self.failed_requests.clear()
-        self.failed_requests.add(request)
+        self.failed_requests[response.request] = answer_number(response.name)
 
     def start_call(self, response: PendingResponse, task: "asyncio.Task[Any]") -> None:
         """Name the answer and let retries join it; RequestError if the rollout is over a limit or closed."""
@@ -205,11 +190,9 @@ class Session:
         request = response.request
         last, pending = self._answer_numbers.get(request, AnswerNumbers(-1, 0))
         stored = self._graph.last_number(request) if self._graph else -1
-        # Worker k of n gives out the numbers k, k + n, k + 2n, …, so that two workers never name an answer alike.
-        worker, workers = (self._peers.number, self._peers.count) if self._peers else (0, 1)
-        turn = max(stored // workers, last) + 1
-        self._answer_numbers[request] = AnswerNumbers(turn, pending + 1)
-        response.name = f"{request}-{turn * workers + worker}"
+        number = max(stored, last) + 1
+        self._answer_numbers[request] = AnswerNumbers(number, pending + 1)
+        response.name = f"{request}-{number}"
         self.pending[request] = response
         self._running.add(task)
 
@@ -275,7 +258,7 @@ class RunningCall:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._session.end_call(self._response, self._name, self._task)
         if isinstance(error, asyncio.CancelledError) and self._session.closed:
-            self._task.uncancel()  # it was `Session.close` that cancelled: the task goes on and sends the refusal
+            self._task.uncancel()  # it was `Session.close` that cancelled: the task continues and sends the refusal
             raise ended_error(self._session.rollout_id) from None
 
 
@@ -305,10 +288,10 @@ def completed_error(rollout_id: str) -> RequestError:
     return RequestError(f"rollout {rollout_id} is complete; begin another one for more calls", status=410, code="rollout_complete")
 
 
-def over_error(attempt: Attempt) -> RequestError:
+def over_error(rollout: Rollout) -> RequestError:
     """For a rollout that the pool says has ended."""
-    is_complete = attempt.message == COMPLETED_BY_FLOW
-    return completed_error(attempt.rollout.id) if is_complete else ended_error(attempt.rollout.id, attempt.end)
+    is_complete = rollout.message == COMPLETED_BY_FLOW
+    return completed_error(rollout.ref.id) if is_complete else ended_error(rollout.ref.id, rollout.end)
 
 
 @contextmanager
@@ -328,7 +311,7 @@ def pool_refusals(*, status: int, code: str) -> Generator[None]:
 class Sessions:
     """The rollouts that this gateway serves. One that was not opened here is adopted from the pool.
 
-    `defaults` are by channel, "" for all others; `peers` are the other workers, if there are any.
+    `defaults` are by channel, "" for all others.
     """
 
     def __init__(
@@ -339,14 +322,12 @@ class Sessions:
         defaults: Mapping[str, Sampling],
         limits: GatewayLimits,
         base_url: str,
-        peers: Peers | None,
     ) -> None:
         self.base_url = base_url
         self._pool = pool
         self._tokens = tokens
         self._defaults = defaults
         self._limits = limits
-        self._peers = peers
         self._open: dict[str, Session] = {}
         self._adopted = OrderedDict[str, Session]()
         """Least recent caller first."""
@@ -364,9 +345,9 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._open) + len(self._adopted)
 
-    def open(self, rollout: Rollout, sampling: Sampling, *, fresh: bool = False) -> Session:
+    def open(self, rollout: RolloutRef, sampling: Sampling, *, fresh: bool = False) -> Session:
         """Let the rollout call the model. With `fresh`, nothing of it is stored yet, so the pool is not read."""
-        session = self._open[rollout.id] = self._make(rollout, sampling, stored=Attempt(rollout=rollout) if fresh else None)
+        session = self._open[rollout.id] = self._make(rollout, sampling, stored=Rollout(ref=rollout) if fresh else None)
         self._closed.pop(rollout.id, None)
         self._forget(rollout.id)
         return session
@@ -392,7 +373,7 @@ class Sessions:
         """Whether its flow has completed it, as far as this process knows."""
         return self._closed.get(rollout_id, False)
 
-    def close(self, rollout_id: str, *, complete: bool = False) -> Attempt | None:
+    def close(self, rollout_id: str, *, complete: bool = False) -> Rollout | None:
         """Refuse the rollout's calls from now on and cancel the running ones; an unknown rollout is ignored.
 
         Returns what it recorded, or None if only the pool has all of it or a cancelled call may still add to it.
@@ -403,8 +384,6 @@ class Sessions:
         while len(self._closed) >= MAX_CLOSED:
             self._closed.popitem(last=False)
         self._closed[rollout_id] = complete
-        if self._peers is not None:
-            self._peers.notify(rollout_id)
         if session is None:
             return None
         session.close()
@@ -427,7 +406,7 @@ class Sessions:
     async def get(self, rollout_id: str, *, is_retry: bool = False) -> Session:
         """The rollout's session; RequestError 409 or 410 if it has ended, 404 if the pool does not know it, 503 while stopping.
 
-        `is_retry`: the call may have been made before, at another worker.
+        `is_retry`: another gateway may have answered the call before, so what it recorded is read first.
         """
         if self.stopping:
             raise RequestError("the gateway is stopping; try again at the next one", status=503, code="stopping")
@@ -436,37 +415,22 @@ class Sessions:
         session = self._open.get(rollout_id)
         if session is None and (session := self._forget(rollout_id)) is not None:
             self._keep(session)
+            if is_retry:
+                await session.catch_up(self._pool)
         if session is None:
             session = await self._adopt(rollout_id)
-        elif session.shared:
-            await self._catch_up(session, is_retry)
-        if is_retry:
-            session.notify_peers()  # for a worker that died before it could: its step is about to be sent from here
         return session
 
-    async def _catch_up(self, session: Session, is_retry: bool) -> None:
-        try:
-            await session.catch_up_if_changed(self._pool, is_retry=is_retry)
-        except RequestError as error:
-            self.close(session.rollout_id, complete=error.status == 410)
-            raise
-
     async def _adopt(self, rollout_id: str) -> Session:
-        counters = self._peers and self._peers.read_counters(
-            rollout_id
-        )  # before the pool, so that no change between the two is missed
         with pool_refusals(status=404, code="unknown_rollout"):
-            attempt = await self._pool.attempt(rollout_id)
+            rollout = await self._pool.rollout(rollout_id)
             task = await self._pool.task(rollout_id)
-        if attempt.end is not None:
-            raise over_error(attempt)
-        default = self._defaults.get(attempt.rollout.channel) or self._defaults.get("") or Sampling()
+        if rollout.end is not None:
+            raise over_error(rollout)
+        default = self._defaults.get(rollout.ref.channel) or self._defaults.get("") or Sampling()
         sampling = self._resampled.get(rollout_id) or sampling_of(task, default)
-        adopted = self._make(attempt.rollout, sampling, stored=attempt, seen_counters=counters)
-        session = self._forget(rollout_id) or adopted
+        session = self._forget(rollout_id) or self._make(rollout.ref, sampling, stored=rollout)
         self._keep(session)
-        if session is not adopted and session.shared:  # another call adopted it first, maybe from an older state of the pool
-            await self._catch_up(session, is_retry=False)
         return session
 
     def _keep(self, session: Session) -> None:
@@ -502,18 +466,14 @@ class Sessions:
             elif (session := self._forget(oldest)) is not None:
                 self._evicted[oldest] = session
 
-    def _make(
-        self, rollout: Rollout, sampling: Sampling, *, stored: Attempt | None, seen_counters: tuple[int, ...] | None = None
-    ) -> Session:
+    def _make(self, rollout: RolloutRef, sampling: Sampling, *, stored: Rollout | None) -> Session:
         return Session(
             rollout,
             sampling,
             tokens=self._tokens,
             base_url=self.base_url,
             limits=self._limits,
-            peers=self._peers,
             stored=stored,
-            seen_counters=seen_counters,
             on_weight=self._weigh,
             openings=self._openings,
         )
@@ -551,7 +511,7 @@ async def open_adhoc(
     channel: str = ADHOC_CHANNEL,
     sampling: Mapping[str, Any],
     metadata: Mapping[str, Any] | None = None,
-) -> Rollout:
+) -> RolloutRef:
     """Make a rollout, unless one with that id exists; PoolError if the id belongs to another group."""
     group_id = group_id or rollout_id or f"{channel}-{secrets.token_hex(4)}"
     rollout = make_rollout(group_id, task_id, 0, channel=channel)

@@ -3,7 +3,7 @@
 import asyncio
 import re
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -17,9 +17,7 @@ from penstock.chat.parsers.base import Reasoning, ReplyParser, Text
 from penstock.chat.renderer import Renderer
 from penstock.chat.templates import Tool
 from penstock.config import EngineSection
-from penstock.engines import ENGINES
 from penstock.engines.base import Engine, SampledChunk, TokenPath, sees_pictures
-from penstock.engines.checkpoint_files import refuse_damaged_weights
 from penstock.engines.text_endpoints.base import (
     ArgumentsPart,
     ReasoningPart,
@@ -31,14 +29,14 @@ from penstock.engines.text_endpoints.base import (
     ToolCallPart,
 )
 from penstock.errors import RequestError
-from penstock.gateway.call import ModelCall, Prompt
 from penstock.gateway.dialects.base import DialectTokenizer
 from penstock.gateway.graph import TokenGraph
-from penstock.gateway.pictures import PictureReader
-from penstock.gateway.prompt import ContextBound, RootCache, make_prompt
+from penstock.gateway.prompt import ContextBound, PictureReader, RootCache, make_prompt
 from penstock.gateway.reply import Delta, ReplyBuilder, ReplyText, SampledReply
+from penstock.gateway.request import LastRequest, ModelCall, Prompt
 from penstock.pool.pictures import PictureStore
 from penstock.records import Finish, Message, ReplyGrammar, Sampling, Step, Usage
+from penstock.sdk.routing import PLACEHOLDER_NAMES
 
 CLOSING_TAG = re.compile(r"\s*</\w+>")
 """Ends reasoning, before the rest of a reply."""
@@ -67,12 +65,8 @@ class ReplySource(Protocol):
         """The dialects that it supports; None for all."""
         ...
 
-    async def read_pictures(self, call: ModelCall) -> ModelCall:
-        """The call with a digest in place of each picture that the model can be shown."""
-        ...
-
-    async def prompt(self, graph: TokenGraph, call: ModelCall, chains: Sequence[str]) -> Prompt:
-        """The prompt of a call; `chains` are the digests of its tools and messages."""
+    async def prompt(self, graph: TokenGraph, call: ModelCall, last_request: LastRequest) -> Prompt:
+        """Makes the prompt of a call; `last_request` is its transcript's, with the digests of what it repeats."""
         ...
 
     async def count_tokens(self, call: ModelCall, prompt: Prompt) -> int:
@@ -88,7 +82,7 @@ class ReplySource(Protocol):
         ...
 
     def samplings(self, call: ModelCall, max_tokens: int, prompt: Prompt) -> list[Sampling]:
-        """The sampling of each choice, with a seed of its own and at most `max_tokens`; RequestError if not possible."""
+        """Returns the sampling of each choice, with its own seed and at most `max_tokens`; RequestError if not possible."""
         ...
 
     def reply(self, call: ModelCall, prompt: Prompt, sampling: Sampling, *, seed: str) -> ReplyBuilder:
@@ -141,10 +135,10 @@ class TokenSource:
     def tokenizer(self) -> DialectTokenizer:
         return self._renderer.tokenizer
 
-    async def read_pictures(self, call: ModelCall) -> ModelCall:
-        return call if self._pictures is None else await self._pictures.read(call)
-
-    async def prompt(self, graph: TokenGraph, call: ModelCall, chains: Sequence[str]) -> Prompt:
+    async def prompt(self, graph: TokenGraph, call: ModelCall, last_request: LastRequest) -> Prompt:
+        if self._pictures is not None:
+            call = await self._pictures.read(call)
+        chains = last_request.chains(call.messages, call.tools)
         renderer, roots = await self._rendering(call)
         prompt = await make_prompt(graph, renderer, roots, self._bound, call, chains)
         return replace(prompt, messages=tuple(map(as_text, prompt.messages)), omitted=tuple(media_of(prompt.messages)))
@@ -275,12 +269,9 @@ class TextEndpointSource:
         self.engine = engine
         self.tokenizer: DialectTokenizer = NoTokenizer(engine.model)
 
-    async def read_pictures(self, call: ModelCall) -> ModelCall:
-        return call
-
-    async def prompt(self, graph: TokenGraph, call: ModelCall, chains: Sequence[str]) -> Prompt:
-        """The new messages without tokens, after the path that they continue."""
-        match = graph.match(call.messages, chains, call.policy)
+    async def prompt(self, graph: TokenGraph, call: ModelCall, last_request: LastRequest) -> Prompt:
+        """See `ReplySource.prompt`: the new messages without tokens, after the path that they continue."""
+        match = graph.match(call.messages, last_request.chains(call.messages, call.tools), call.policy)
         tools = call.tools if match.step is None else ()
         new = call.messages[match.known :]
         chain, reason = match.chain, match.reason
@@ -426,19 +417,62 @@ def no_tokens_error(model: str, what: str, param: str | None = None) -> RequestE
     return RequestError(text, code="unsupported_parameter", param=param)
 
 
-class OpenedEngine(NamedTuple):
-    """The engine of a gateway with its renderer; close the engine after use."""
+# Policies
+
+
+class ServedPolicy(NamedTuple):
+    """What answers under a policy's name."""
 
     engine: Engine
     renderer: Renderer | None
     """None if the engine returns text."""
+    default: bool = False
+    """Whether it also answers under names of no policy."""
 
 
-async def open_engine(section: EngineSection, model: Path, *, name: str, seed: int) -> OpenedEngine:
-    """Open the engine that `[engine]` names for the model in folder `model`; an endpoint does not read the folder."""
-    if not section.text_only:
-        await asyncio.to_thread(refuse_damaged_weights, model)
-    renderer = None if section.text_only else await asyncio.to_thread(Renderer.load, model)
-    decode = renderer and renderer.tokenizer.decode
-    opener = ENGINES.load(section.name)
-    return OpenedEngine(await asyncio.to_thread(opener, model, name=name, section=section, seed=seed, decode=decode), renderer)
+class PolicySources:
+    """The source of each policy's replies. Without policies it is one, under the empty name, and it answers every model name."""
+
+    def __init__(self, main: ReplySource, policies: Mapping[str, ServedPolicy]) -> None:
+        self.by_name = {name: make_source(policy.engine, policy.renderer) for name, policy in policies.items()} or {"": main}
+        self._default = next((name for name, policy in policies.items() if policy.default), None) if policies else ""
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the policies; empty if there are none."""
+        return [name for name in self.by_name if name]
+
+    def choose(self, model: object, transcript: str) -> str:
+        """The policy that answers a call for `model`, else the one of the transcript's name; RequestError 404 if none does.
+
+        The second is for frameworks whose agents have a name and leave that of the model to us.
+        """
+        for name in (model, transcript):
+            if isinstance(name, str) and name in self.by_name:
+                return name
+        if self._default is None:
+            raise self.unknown(model)
+        return self._default
+
+    def named(self, model: str) -> str | None:
+        """The policy of this name, or that answers the placeholder; None if there is none."""
+        if model in self.names:
+            return model
+        return self._default if model in PLACEHOLDER_NAMES else None
+
+    def unknown(self, model: object) -> RequestError:
+        named = f"there is no model {str(model)[:200]!r}" if model else "the request names no model"
+        text = f"{named}; this gateway serves the policies {', '.join(self.names)}"
+        return RequestError(text, status=404, code="model_not_found", param="model")
+
+
+async def load_renderer(section: EngineSection, model: Path) -> Renderer | None:
+    """Loads the renderer of the model in folder `model`; None for an engine that returns text."""
+    return None if section.text_only else await asyncio.to_thread(Renderer.load, model)
+
+
+def make_source(engine: Engine, renderer: Renderer | None, pictures: PictureStore | None = None) -> ReplySource:
+    if isinstance(engine, TextEndpoint):
+        return TextEndpointSource(engine)
+    assert renderer is not None, "an engine that takes token ids needs its model's renderer"
+    return TokenSource(engine, renderer, pictures)

@@ -24,15 +24,14 @@ from penstock.config import (
 )
 from penstock.engines import ENGINES
 from penstock.engines.base import Engine
+from penstock.engines.opening import open_engine
 from penstock.errors import ConfigError
 from penstock.events import Events
 from penstock.gateway.app import Gateway
 from penstock.gateway.auth import Access, GatewayTokens
-from penstock.gateway.call import GatewayLimits
-from penstock.gateway.flows import reward_by_rule
 from penstock.gateway.observability import open_tracer
-from penstock.gateway.shared_counters import Peers
-from penstock.gateway.sources import open_engine
+from penstock.gateway.request import GatewayLimits
+from penstock.gateway.sources import load_renderer
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
 from penstock.pool.pictures import PictureStore
@@ -44,7 +43,7 @@ CONFIG, SECRET, TOKENS = "config.json", "secret", "tokens.json"
 
 
 class GatewaySampling(SamplingSection):
-    """`[sampling]` of a gateway without a run: without a limit of its own, the caller's holds."""
+    """`[sampling]` of a gateway without a run: without a limit here, the caller's applies."""
 
     max_tokens: int | None = Field(default=None, ge=1)  # pyright: ignore[reportIncompatibleVariableOverride, reportGeneralTypeIssues]
     """Default and cap of one reply; None leaves both to the caller and to the model's context."""
@@ -100,7 +99,6 @@ async def open_gateway(
     folder: Path,
     secret: bytes,
     sock: socket.socket,
-    peers: Peers | None = None,
     is_open: bool = False,
     sessions: bool = False,
     closed: Collection[Access] = (),
@@ -110,7 +108,9 @@ async def open_gateway(
         events = stack.enter_context(Events(folder / "events.jsonl"))
         pool: Pool = POOLS.load(settings.pool.name)(folder, url=settings.pool.url)
         stack.push_async_callback(pool.close)
-        engine, renderer = await open_engine(settings.engine, model.path, name=model.name, seed=secrets.randbits(31))
+        renderer = await load_renderer(settings.engine, model.path)
+        decode = renderer and renderer.tokenizer.decode
+        engine = await open_engine(settings.engine, model.path, name=model.name, seed=secrets.randbits(31), decode=decode)
         stack.push_async_callback(engine.close)
         tracer = await stack.enter_async_context(open_tracer(settings.gateway.otel, model=engine.model))
         gateway = Gateway(
@@ -125,13 +125,12 @@ async def open_gateway(
             limits=GatewayLimits.of(settings.gateway),
             sock=sock,
             tracer=tracer,
-            peers=peers,
             is_open=is_open,
             sessions=sessions,
             closed=closed,
             pictures=PictureStore(folder),
+            has_run=False,
         )
-        gateway.reward_function = reward_by_rule
         yield OpenGateway(await stack.enter_async_context(gateway), pool, engine)
 
 

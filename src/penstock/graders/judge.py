@@ -15,8 +15,8 @@ import orjson
 
 from penstock.config import secret
 from penstock.errors import ConfigError, GraderError
-from penstock.graders.rule import assistant_text
 from penstock.records import Message
+from penstock.sdk.samples import assistant_text
 
 _DECODER = json.JSONDecoder()
 _NUMBER = re.compile(r"\s*[-+]?\d+(\.\d+)?\s*")

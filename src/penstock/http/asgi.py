@@ -1,6 +1,9 @@
 """Small tools for ASGI apps: headers, bounded request bodies, JSON of bounded size and depth."""
 
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Iterable
+from functools import lru_cache
+from ipaddress import AddressValueError, IPv6Address
 from typing import Any, cast
 
 import orjson
@@ -17,6 +20,7 @@ MAX_JSON_FIELDS = 1000
 MAX_JSON_DEPTH = 64
 """Nesting levels; stores and templates recurse."""
 Headers = Iterable[tuple[bytes, bytes]]
+_HOST = re.compile(r"(?:([A-Za-z0-9._-]{1,255})|\[([0-9A-Fa-f:.]{2,45})\])(?::([0-9]{1,5}))?", re.ASCII)
 
 
 async def read_body(receive: Receive, limit: int) -> bytes | None:
@@ -71,11 +75,11 @@ def _items(value: Any) -> Iterable[Any]:
     return cast("list[Any]", value) if isinstance(value, list) else ()
 
 
-def parse_json(body: bytes, read: Callable[[bytes], Any] = orjson.loads) -> dict[str, Any]:
+def parse_json(body: bytes) -> dict[str, Any]:
     """The JSON object that `body` is."""
     check_size(body)
     try:
-        value = read(body)
+        value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise RequestError(f"the request body is not valid JSON: {error}", code="invalid_json") from error
     if not isinstance(value, dict):
@@ -91,3 +95,17 @@ def header(headers: Headers, name: bytes) -> str:
         if key == name:
             return value.decode("latin-1")
     return ""
+
+
+@lru_cache(maxsize=64)
+def host_name(host_header: str) -> str:
+    """Return the name or address in a Host header, in lower case; empty if the header is malformed."""
+    matched = _HOST.fullmatch(host_header)
+    if matched is None or int(matched[3] or 0) > 65535:
+        return ""
+    if matched[1]:
+        return matched[1].lower()
+    try:
+        return str(IPv6Address(matched[2]))
+    except AddressValueError:
+        return ""

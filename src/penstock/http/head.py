@@ -4,7 +4,7 @@ import re
 from urllib.parse import unquote_to_bytes, urlsplit
 
 from penstock.errors import RequestError
-from penstock.http.listen import host_name
+from penstock.http.asgi import host_name
 
 MAX_HEAD_BYTES = 64 * 1024
 MAX_HEADERS = 200

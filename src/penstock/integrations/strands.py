@@ -179,8 +179,8 @@ BLANK, NAMELESS = "[blank text]", "INVALID_TOOL_NAME"
 
 def _as_written(function: dict[str, str], written: dict[str, str] | None) -> dict[str, str]:
     """Returns the call as written if Strands replaced a faulty name or arguments. Keeps changes that an agent made."""
-    mended = written and (function["name"] == NAMELESS or (function["arguments"] == "{}" and not _is_json(written["arguments"])))
-    return written if written and mended else function
+    repaired = written and (function["name"] == NAMELESS or (function["arguments"] == "{}" and not _is_json(written["arguments"])))
+    return written if written and repaired else function
 
 
 def _is_json(text: str) -> bool:

@@ -1,20 +1,19 @@
 """The contract of every pool: it records what was sampled, graded and trained, and each acknowledged write is durable."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
 from penstock.errors import ConfigError
-from penstock.records import Attempt, End, Grade, Group, Lease, Mark, Node, Rollout, Step, Task
+from penstock.records import End, Grade, Group, Lease, Mark, Node, Rollout, RolloutRef, Step, Task
 
 if TYPE_CHECKING:
     from penstock.pool.check import PoolCheck
-    from penstock.pool.sql.database import PoolDatabase
 
 AFTER_ALL = 2**31 - 1
-"""As `first_step` and `first_node`: read an attempt without its steps and nodes."""
+"""As `first_step` and `first_node`: read a rollout without its steps and nodes."""
 
 CheckProgress = Callable[[int, int], None]
 """Called with the number of rollouts checked so far and in all."""
@@ -81,7 +80,7 @@ class Pool(Protocol):
     """
 
     async def open_group(
-        self, task: Task, rollouts: Sequence[Rollout], *, seq: int | None, min_size: int = 0, limit: GroupLimit | None = None
+        self, task: Task, rollouts: Sequence[RolloutRef], *, seq: int | None, min_size: int = 0, limit: GroupLimit | None = None
     ) -> None:
         """Create a group with one place per rollout; do nothing if its id exists.
 
@@ -91,7 +90,7 @@ class Pool(Protocol):
         """
         ...
 
-    async def replace(self, lost: Rollout, reason: str) -> Rollout:
+    async def replace(self, lost: RolloutRef, reason: str) -> RolloutRef:
         """End `lost` as LOST if it has no end yet, and open its successor in the same place. Idempotent.
 
         Refused for a completed rollout, and once its group was leased or dropped: data that a trainer saw does not change.
@@ -166,8 +165,8 @@ class Pool(Protocol):
     async def undo(self, policy_version: int) -> list[tuple[str, int]]:
         """Take the groups trained into later versions than `policy_version` out of the ledger, to be claimed again.
 
-        For a trainer that goes on from `policy_version`, as the weights of later ones are lost and with them what these groups
-        taught. Returns their ids and versions, in the order of the ledger. No version number is used again.
+        For a trainer that resumes from `policy_version` because the weights of later versions are lost.
+        Returns their ids and versions, in the order of the ledger. No version number is used again.
         """
         ...
 
@@ -179,7 +178,7 @@ class Pool(Protocol):
         """Store the id of the run that the pool belongs to. The first one stays."""
         ...
 
-    async def attempt(self, rollout_id: str, *, first_step: int = 0, first_node: int = 0) -> Attempt:
+    async def rollout(self, rollout_id: str, *, first_step: int = 0, first_node: int = 0) -> Rollout:
         """Return everything recorded of a rollout, or only its steps and nodes from these numbers on; PoolError if unknown."""
         ...
 
@@ -191,7 +190,7 @@ class Pool(Protocol):
         """List groups in the order of `seq`, from `first_seq` on."""
         ...
 
-    async def rollouts(self, group_id: str) -> list[Rollout]:
+    async def rollout_refs(self, group_id: str) -> list[RolloutRef]:
         """List all rollouts of a group, replaced ones included, by place and attempt; empty for an unknown group."""
         ...
 
@@ -226,6 +225,71 @@ class Pool(Protocol):
         ...
 
 
+class CounterChange(NamedTuple):
+    """A change of a running count: `n` is added; a counter of kind `top` keeps the highest `n` instead."""
+
+    kind: str
+    name: str
+    n: int
+
+
+class Cursor(Protocol):
+    """The result of a statement."""
+
+    @property
+    def rowcount(self) -> int: ...
+
+    def fetchone(self) -> Any: ...
+
+    def fetchall(self) -> list[Any]: ...
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+
+class PoolDatabase(Protocol):
+    """One connection, used by one thread at a time. Statements take values for `?`."""
+
+    LOCK: ClassVar[str]
+    """Suffix of a SELECT that locks the rows read until the transaction ends."""
+    SKIP: ClassVar[str]
+    """The same, but leaves out rows that another transaction has locked."""
+    SETTLED: ClassVar[str]
+    """Condition on rows of `changes`: no row with an earlier position can still appear."""
+    ERRORS: ClassVar[tuple[type[Exception], ...]]
+    """What a statement raises."""
+
+    @property
+    def in_transaction(self) -> bool: ...
+
+    def begin(self) -> None:
+        """Begin a transaction that writes."""
+        ...
+
+    def begin_reading(self) -> None:
+        """Begin a transaction whose queries all see the same snapshot."""
+        ...
+
+    def execute(self, sql: str, values: Sequence[Any] = (), /) -> Cursor: ...
+
+    def select(self, columns: Sequence[str], rest: str, values: Sequence[Any]) -> list[list[Any]]:
+        """Run `SELECT columns rest` and return all rows; for columns of text and integers only."""
+        ...
+
+    def lock(self, name: str) -> None:
+        """Wait until no other transaction holds the lock `name`, and hold it until this one ends."""
+        ...
+
+    def add_counts(self, channel: str, changes: Iterable[CounterChange]) -> None:
+        """Update the running counts of a channel, in one statement."""
+        ...
+
+    def log_changes(self, changes: Iterable[tuple[ChangeKind, str, str]]) -> None:
+        """Append to the change log; each change is a kind, a channel and an id."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class PoolClass:
     """Base of the classes in `POOLS`: what is known of a kind of pool without opening one.
 
@@ -239,8 +303,6 @@ class PoolClass:
     """Whether a later process can read what was written."""
     shareable: ClassVar[bool] = True
     """Whether several processes can have the same pool open."""
-    has_writer_process: ClassVar[bool] = False
-    """Whether processes that share it should send their writes to one (`open_writer_process`). It then takes `writer_address`."""
 
     @classmethod
     def check_url(cls, url: str) -> None:
@@ -250,7 +312,7 @@ class PoolClass:
 
     @classmethod
     def why_unreadable(cls, folder: Path) -> str | None:
-        """Say why the run in `folder` has no pool to read; None if it may have one."""
+        """Return why the run in `folder` has no pool to read; None if it may have one."""
         return None
 
     @classmethod
@@ -259,8 +321,8 @@ class PoolClass:
         return None
 
     @classmethod
-    def reading(cls, folder: Path, url: str) -> AbstractContextManager["PoolDatabase"]:
-        """Open a connection that cannot write, at one snapshot; also beside a run, after a crash, and on a copy."""
+    def reading(cls, folder: Path, url: str) -> AbstractContextManager[PoolDatabase]:
+        """Open a connection that cannot write, at one snapshot; also while a run writes, after a crash, and on a copy."""
         raise ConfigError(f"pool.name = {cls.name!r}: only sqlite and postgres can be read by another process")
 
     @classmethod
@@ -272,7 +334,7 @@ class PoolClass:
     def compact(cls, folder: Path) -> None:
         """Rewrite its files without gaps; refused while another process has them open."""
         raise ConfigError(
-            f"pool.name = {cls.name!r}: only a SQLite file is compacted by hand; PostgreSQL does it by itself (autovacuum)"
+            f"pool.name = {cls.name!r}: only a SQLite file is compacted by hand; PostgreSQL does it automatically (autovacuum)"
         )
 
     @classmethod

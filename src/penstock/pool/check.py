@@ -1,23 +1,16 @@
 """Verifies a pool: reads every row with its checksum, and compares keys, token graph, ends, groups, ledger and counters."""
 
-import re
-import sqlite3
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from penstock.errors import PoolError
-from penstock.pool import rules
-from penstock.pool.base import ChangeKind, CheckProgress
+from penstock.pool import reads, rules
+from penstock.pool.base import ChangeKind, CheckProgress, PoolDatabase
 from penstock.pool.rows import GroupHeader, RecordRow, column_names, decode_row, grade_key, mark_key, verify_group, verify_ledger
 from penstock.pool.rules import GroupState
-from penstock.pool.sql import reads
-from penstock.pool.sql.database import PoolDatabase
-from penstock.pool.sql.sqlite import APPLICATION_ID, BUSY_S, MIGRATIONS, SqliteDatabase, explain
-from penstock.records import Attempt, End, Grade, Mark, Node, Rollout, Step, Task
+from penstock.records import End, Grade, Mark, Node, Rollout, RolloutRef, Step, Task
 
 PARTS: dict[str, type[Any]] = {"nodes": Node, "steps": Step, "grades": Grade, "marks": Mark}
 """The tables whose rows belong to a rollout."""
@@ -71,7 +64,7 @@ class _Recount:
 
 
 def check_database(database: PoolDatabase, progress: CheckProgress, *, damage: tuple[type[BaseException], ...] = ()) -> PoolCheck:
-    """Check everything in the open transaction, and go on past what cannot be read.
+    """Check everything in the open transaction, and continue past what cannot be read.
 
     `damage` are the errors of the database that mean damaged content, not a broken connection.
     """
@@ -125,7 +118,7 @@ def _check_rollout(database: PoolDatabase, result: PoolCheck, recount: _Recount,
         result.add("rollouts", _text(name), "is not found under its id")
         return
     group_id, place, channel, ended, oldest, record, crc = found
-    rollout = decode_row(Rollout, RecordRow(record, (), crc), "its record")
+    rollout = decode_row(RolloutRef, RecordRow(record, (), crc), "its record")
     if (rollout.id, rollout.group_id, rollout.place, rollout.channel) != (name, group_id, place, channel):
         result.add("rollouts", _text(name), "its columns differ from its record")
     recount.counters[channel]["count", "rollouts"] += 1
@@ -143,10 +136,10 @@ def _check_rollout(database: PoolDatabase, result: PoolCheck, recount: _Recount,
 
 def _read_parts(database: PoolDatabase, result: PoolCheck, name: str) -> dict[str, list[Any]]:
     """Read a rollout's records as every reader does; if that fails, row by row, so that each bad one is named."""
-    attempts: list[Attempt] = []
-    _guarded(result, "rollouts", name, lambda: attempts.append(reads.read_attempt(database, name)))
-    if attempts:
-        parts: dict[str, list[Any]] = {table: list(getattr(attempts[0], table)) for table in PARTS}
+    rollouts: list[Rollout] = []
+    _guarded(result, "rollouts", name, lambda: rollouts.append(reads.read_rollout(database, name)))
+    if rollouts:
+        parts: dict[str, list[Any]] = {table: list(getattr(rollouts[0], table)) for table in PARTS}
     else:
         parts = {table: list(_read_part(database, result, table, name)) for table in PARTS}
     result.steps += len(parts["steps"])
@@ -241,7 +234,9 @@ def _check_group(database: PoolDatabase, result: PoolCheck, recount: _Recount, n
     recount.top(channel, "seq", seq)
     query = "SELECT id, record, crc FROM rollouts WHERE group_id = ? AND current = 1"
     found = database.execute(query, (name,)).fetchall()
-    places = [decode_row(Rollout, RecordRow(record, (), crc), f"the record of rollout {place!r}") for place, record, crc in found]
+    places = [
+        decode_row(RolloutRef, RecordRow(record, (), crc), f"the record of rollout {place!r}") for place, record, crc in found
+    ]
     for place, rollout in zip(found, places, strict=True):
         if place[0] != rollout.id:
             result.add("groups", _text(name), f"rollout {rollout.id!r} is stored as {_text(place[0])!r}")
@@ -328,90 +323,3 @@ def _text(value: Any) -> str:
 def _list(numbers: Iterable[int]) -> str:
     listed = [*numbers]
     return ", ".join(map(str, listed[:5])) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "")
-
-
-FAULTS_NAMED = 1000
-"""How many faults SQLite names; one bad page may cause thousands."""
-_DAMAGE = (sqlite3.Error, UnicodeError, OverflowError, MemoryError)
-"""What reading a damaged file may raise; a damaged length can ask for any amount of memory."""
-
-
-def check_file(path: Path, progress: CheckProgress) -> PoolCheck:
-    """Check the pool in this file, which must exist. A file that cannot be opened is a finding."""
-    try:
-        with closing(_open(path)) as database:
-            mismatch = _format_mismatch(database)
-            if mismatch:
-                result = PoolCheck()
-                result.add("file", "", mismatch)
-                return result
-            database.begin_reading()
-            faults = _file_faults(database)
-            result = check_database(database, progress, damage=_DAMAGE)
-            for fault in faults:
-                result.add(*_locate_fault(database, fault), fault)
-    except _DAMAGE as cause:
-        result = PoolCheck()
-        result.add("file", "", str(explain(cause, path)))
-    return result
-
-
-def _open(path: Path) -> SqliteDatabase:
-    """Open a connection that cannot write. If the log beside the file cannot be opened or created, read the file alone."""
-    where = path.resolve().as_uri()
-    database = _connect(f"{where}?mode=ro")
-    try:
-        database.execute("PRAGMA schema_version").fetchone()
-    except sqlite3.OperationalError as cause:
-        database.close()
-        no_log = cause.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
-        if not no_log or path.with_name(f"{path.name}-wal").exists():
-            raise
-        return _connect(f"{where}?mode=ro&immutable=1")
-    except BaseException:
-        database.close()
-        raise
-    return database
-
-
-def _connect(uri: str) -> SqliteDatabase:
-    return sqlite3.connect(uri, uri=True, timeout=BUSY_S, isolation_level=None, factory=SqliteDatabase)
-
-
-def _format_mismatch(database: SqliteDatabase) -> str | None:
-    """Say why the file is not a pool of this format; None if it is."""
-    application_id, version = (database.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version"))
-    if application_id != APPLICATION_ID:
-        return "its mark says that it is not a penstock pool"
-    if version > len(MIGRATIONS):
-        return f"its format {version} is that of a newer penstock; upgrade penstock"
-    if version < len(MIGRATIONS):
-        return f"its format {version} is that of an earlier penstock; `penstock pool stats` brings it up to date, then verify again"
-    return None
-
-
-def _file_faults(database: SqliteDatabase) -> list[str]:
-    """Return what SQLite itself finds: damaged pages and cells, indices that do not match their tables."""
-    try:
-        rows = database.execute(f"PRAGMA integrity_check({FAULTS_NAMED})").fetchall()
-    except _DAMAGE as cause:
-        return [f"cannot be result: {cause}"]
-    lines = [line for row in rows for line in str(row[0]).splitlines()]
-    return [line for line in lines if line != "ok" and not line.startswith("***")]
-
-
-def _locate_fault(database: SqliteDatabase, fault: str) -> tuple[str, str]:
-    """Return the table that a fault is in, and the rollout or group if it can be found."""
-    found = re.search(r"(?:row (\d+) missing from|in|of entries in) index (\w+)", fault)
-    if found is None:
-        return "file", ""
-    row, index = found.groups()
-    try:
-        table = database.execute("SELECT tbl_name FROM sqlite_master WHERE name = ?", (index,)).fetchone()
-        if table is None or row is None:
-            return table[0] if table else "file", ""
-        column = {"groups": "id", "rollouts": "id", "leases": "id", "ledger": "group_id"}.get(table[0], "rollout_id")
-        name = database.execute(f"SELECT {column} FROM {table[0]} NOT INDEXED WHERE rowid = ?", (int(row),)).fetchone()
-        return table[0], str(name[0]) if name else ""
-    except _DAMAGE:
-        return "file", ""

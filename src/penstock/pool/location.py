@@ -54,7 +54,7 @@ async def open_pool_at(location: PoolLocation) -> AsyncGenerator[Pool]:
 
 
 async def refuse_foreign_pool(pool: Pool, folder: Path) -> None:
-    """ConfigError if the pool belongs to another run than the `config.json` in `folder`. Older runs cannot be told apart."""
+    """ConfigError if the pool belongs to another run than the `config.json` in `folder`. Older runs have no id to compare."""
     try:
         settings: Any = orjson.loads((folder / "config.json").read_bytes())
         run_id = settings.get("id", "") if "datasets" in settings else None
@@ -63,7 +63,7 @@ async def refuse_foreign_pool(pool: Pool, folder: Path) -> None:
     if run_id is not None and await pool.run_id() not in ("", run_id):
         raise ConfigError(
             f"{folder}: its pool and its config.json belong to different runs; restore the one that was replaced, "
-            "or start over with --fresh, which keeps this run aside"
+            "or start over with --fresh, which moves this run aside"
         )
 
 

@@ -1,4 +1,4 @@
-"""Pictures that models saw: their bytes lie once, under their digest, in the folder `pictures` beside the pool."""
+"""Stores the pictures that models saw: each once, under its digest, in the folder `pictures` next to the pool."""
 
 import re
 from hashlib import sha256
@@ -21,7 +21,7 @@ class PictureStore:
         self._max_bytes = max_bytes
 
     def put(self, content: bytes) -> bool:
-        """Store a picture: it is on disk when this returns. False if there is no room for it."""
+        """Store a picture durably. Returns False if there is no room for it."""
         path = self.path(sha256(content).hexdigest())
         if path.exists():
             return True
@@ -35,9 +35,9 @@ class PictureStore:
         return True
 
     def read(self, digest: str) -> bytes:
-        """The picture's bytes; PoolError if they are not there, or not those that were stored."""
+        """Return the picture's bytes; PoolError if they are missing or damaged."""
         if not DIGEST.fullmatch(digest):  # a caller's text must not become a path
-            raise PoolError(f"{digest[:80]!r} is no digest of a picture")
+            raise PoolError(f"{digest[:80]!r} is not the digest of a picture")
         try:
             content = self.path(digest).read_bytes()
         except OSError as cause:
@@ -50,6 +50,6 @@ class PictureStore:
         return self._folder / digest
 
     def size_bytes(self) -> int:
-        """Of the pictures alone: what another process is still writing has another name, and may be gone in a moment."""
+        """Returns the size of complete pictures; files that another process is still writing have other names."""
         files = self._folder.iterdir() if self._folder.exists() else ()
         return sum(file.stat().st_size for file in files if DIGEST.fullmatch(file.name))

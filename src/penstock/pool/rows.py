@@ -1,7 +1,7 @@
 """Records as table rows, and the checksums that every read verifies.
 
 A row holds a record's plain fields as JSON, its token columns as raw arrays, and a CRC over both. A second kind of checksum, in the
-column `seal`, covers what no single row can show: how many rows a rollout or a group has, and the columns beside the record.
+column `seal`, covers what no single row can show: how many rows a rollout or a group has, and the columns next to the record.
 """
 
 import struct
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from penstock.codec import field_names, from_json, pack_floats, pack_ints, pieces, to_json, unpack_floats, unpack_ints
 from penstock.errors import PoolError, boundary
-from penstock.records import Attempt, End, Grade, Mark, Node, Rollout, Step, Task
+from penstock.records import End, Grade, Mark, Node, Rollout, RolloutRef, Step, Task
 
 T = TypeVar("T")
 
@@ -60,7 +60,7 @@ def encode_row(record: Any, name: str) -> RecordRow:
     with boundary(PoolError, f"{name} cannot be stored"):
         columns = COLUMNS.get(record.__class__, ())
         packed = tuple(_pack(column, getattr(record, column.name)) for column in columns)
-        text = to_json(_without(record, columns) if columns or isinstance(record, Rollout) else record)
+        text = to_json(_without(record, columns) if columns or isinstance(record, RolloutRef) else record)
         return RecordRow(text, packed, _checksum(text, packed))
 
 
@@ -98,7 +98,7 @@ def pack_message(message: str) -> bytes:
     return message.encode("utf-8", "surrogatepass")
 
 
-class AttemptRows(NamedTuple):
+class RolloutRows(NamedTuple):
     """All rows of one rollout, each kind in its order."""
 
     rollout: RecordRow
@@ -109,15 +109,15 @@ class AttemptRows(NamedTuple):
     marks: Iterable[RecordRow] = ()
 
 
-def build_attempt(rollout_id: str, rows: AttemptRows) -> Attempt:
-    """Decode an attempt; PoolError names the rollout if a row is damaged."""
+def build_rollout(rollout_id: str, rows: RolloutRows) -> Rollout:
+    """Decode a rollout; PoolError names the rollout if a row is damaged."""
     name = f"of rollout {rollout_id!r}"
     rollout, stored, nodes, steps, grades, marks = rows
     with boundary(PoolError, f"the end {name} cannot be read back"):
         end = None if stored.end is None else End(stored.end)
         message = stored.message.decode("utf-8", "surrogatepass")
-    return Attempt(
-        rollout=decode_row(Rollout, rollout, f"the record {name}"),
+    return Rollout(
+        ref=decode_row(RolloutRef, rollout, f"the record {name}"),
         end=end,
         message=message,
         nodes=tuple(decode_row(Node, row, f"a node {name}") for row in nodes),
@@ -208,26 +208,26 @@ def verify_rollout(rollout_id: str, end: StoredEnd, checksum: bytes | None, part
             raise damaged(f"rollout {rollout_id!r}", f"it has {stored} {table}, but {found} are found")
 
 
-def verify_attempt(rollout_id: str, attempt: Attempt) -> None:
+def verify_records(rollout_id: str, rollout: Rollout) -> None:
     """PoolError if a record belongs to another rollout or is there twice."""
-    parts: Iterable[Any] = (*attempt.nodes, *attempt.steps, *attempt.grades, *attempt.marks)
-    if attempt.rollout.id != rollout_id or any(part.rollout_id != rollout_id for part in parts):
+    parts: Iterable[Any] = (*rollout.nodes, *rollout.steps, *rollout.grades, *rollout.marks)
+    if rollout.ref.id != rollout_id or any(part.rollout_id != rollout_id for part in parts):
         raise damaged(f"rollout {rollout_id!r}", "it leads to another one's records")
-    steps, nodes = [step.index for step in attempt.steps], [node.id for node in attempt.nodes]
-    for keys in (steps, nodes, [grade_key(grade) for grade in attempt.grades], [mark_key(mark) for mark in attempt.marks]):
+    steps, nodes = [step.index for step in rollout.steps], [node.id for node in rollout.nodes]
+    for keys in (steps, nodes, [grade_key(grade) for grade in rollout.grades], [mark_key(mark) for mark in rollout.marks]):
         if len(set(keys)) < len(keys):
             raise damaged(f"rollout {rollout_id!r}", "a record is found twice")
 
 
-def verify_graph(rollout_id: str, attempt: Attempt) -> None:
+def verify_graph(rollout_id: str, rollout: Rollout) -> None:
     """PoolError if a step or node is missing: every node was stored with a step, and every parent is a step."""
-    steps, nodes = {step.index for step in attempt.steps}, {node.id for node in attempt.nodes}
-    parents = {node.parent for node in attempt.nodes if node.parent is not None}
-    if {step.node for step in attempt.steps} != nodes or not parents <= steps:
+    steps, nodes = {step.index for step in rollout.steps}, {node.id for node in rollout.nodes}
+    parents = {node.parent for node in rollout.nodes if node.parent is not None}
+    if {step.node for step in rollout.steps} != nodes or not parents <= steps:
         raise damaged(f"rollout {rollout_id!r}", "a step or a node of it is missing")
 
 
-def verify_group(header: GroupHeader, checksum: bytes | None, task: Task, rollouts: Collection[Rollout]) -> None:
+def verify_group(header: GroupHeader, checksum: bytes | None, task: Task, rollouts: Collection[RolloutRef]) -> None:
     """PoolError if a place is missing or a rollout belongs to another group. Groups of old formats have no checksum."""
     name = f"group {header.id!r}"
     if any((rollout.group_id, rollout.channel, rollout.task_id) != (header.id, header.channel, task.id) for rollout in rollouts):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from penstock.errors import PoolConflict, PoolError, PoolFull
 from penstock.pool.base import GroupLimit, PoolStats
-from penstock.records import End, Grade, Mark, Node, Rollout, Step, Task
+from penstock.records import End, Grade, Mark, Node, RolloutRef, Step, Task
 
 Clock = Callable[[], float]
 
@@ -40,7 +40,7 @@ class LedgerEntry(NamedTuple):
     version: int
 
 
-def check_group(task: Task, rollouts: Sequence[Rollout]) -> str:
+def check_group(task: Task, rollouts: Sequence[RolloutRef]) -> str:
     """Return the id of the group that these rollouts form; PoolError if they do not form one."""
     if not rollouts:
         raise PoolError(f"a group for task {task.id!r} needs at least one rollout; give one per place")
@@ -113,7 +113,7 @@ def check_lease_time(lease_s: float) -> None:
         raise PoolError(f"a lease cannot last {lease_s} seconds; give 0 or more")
 
 
-def check_replaceable(rollout: Rollout, end: End | None, state: GroupState, *, was_leased: bool) -> None:
+def check_replaceable(rollout: RolloutRef, end: End | None, state: GroupState, *, was_leased: bool) -> None:
     """Refuse to replace a rollout that counts: it has completed, or a trainer may have used its group."""
     if end is End.COMPLETED:
         raise PoolError(f"rollout {rollout.id!r} has completed and counts; only one that failed or was lost can be replaced")
@@ -155,11 +155,6 @@ def version_range(versions: Sequence[int]) -> VersionRange:
 def oldest_version(versions: Iterable[int | None]) -> int | None:
     """Return the oldest policy version; None entries are rollouts without tokens."""
     return min((v for v in versions if v is not None), default=None)
-
-
-def is_stale(oldest: int | None, version: int, max_staleness: int) -> bool:
-    """Return whether a group whose oldest token has this version is too old to train into `version + 1`."""
-    return oldest is not None and oldest < version - max_staleness
 
 
 # Leases

@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
 
 from penstock.errors import PoolError
-from penstock.pool.sql.database import PoolDatabase
+from penstock.pool.base import PoolDatabase
 from penstock.system.processes import switch_threads_often
 
 Write = Callable[[PoolDatabase], Any]
@@ -27,7 +27,7 @@ class BatchOperation(NamedTuple):
     """The result of each value that `write_many` wrote."""
     last: bool = False
     """Whether it is sorted behind other operations of its batch, so that alike ones are neighbours. All of them were waiting at the
-    same time, so no caller can tell their order."""
+    same time, so their order is free."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -153,7 +153,7 @@ class BatchWriter:
         self._database.execute("RELEASE one")
 
     def _retry(self, batch: Sequence[PendingWrite], cause: Exception) -> None:
-        """Write each in a transaction of its own, after their common one failed."""
+        """Write each in its own transaction, after their common one failed."""
         if len(batch) == 1:
             self._fail(batch, cause)
             return
@@ -187,7 +187,7 @@ class Writer:
     """Hands writes to a thread that commits them in batches. `explain` turns database errors into those that callers see.
 
     The first write is committed alone; those that arrive while it goes to disk share the next commit. So many concurrent callers
-    cost few syncs, and a single one waits for nobody. After a shared commit the next one waits a moment for more values, until the
+    cost few syncs, and a single one never waits. After a shared commit the next one waits a moment for more values, until the
     event loop falls quiet; not for other writes, which do not come in numbers. A write that was queued is done even if its caller
     is cancelled; the cancellation then propagates.
     """
@@ -224,10 +224,14 @@ class Writer:
 
     async def close(self) -> None:
         """Finish all queued writes, then close the connection."""
+        self.stop()
+        await asyncio.to_thread(self._thread.join)
+
+    def stop(self) -> None:
+        """Let the thread finish what is queued and end, without waiting for it."""
         with self._changed:
             self._closed = True
             self._changed.notify()
-        await asyncio.to_thread(self._thread.join)
 
     async def _enqueue(self, pending: AwaitedWrite) -> Any:
         while (room := self._try_enqueue(pending)) is not None:
@@ -289,7 +293,7 @@ class Writer:
 
 GATHER_S = 0.01
 """How long a batch waits at most for more writes while the event loop is busy: they then share one sync and several waits for the
-interpreter's lock. A caller that waits could not go on meanwhile, as the loop has others to serve."""
+interpreter's lock. A caller that waits could not continue anyway, as the loop has others to serve."""
 QUIET_TURNS = 2
 """Turns of an event loop without a write after which no more are likely to come at once: from a request to its write are two."""
 

@@ -50,9 +50,11 @@ class Reward(NamedTuple):
 class InProcessAgent:
     """Runs many rollouts of one agent at once. The grader runs outside the rollout's context, so it has no model token."""
 
-    def __init__(self, agent: Agent, author_tasks: AuthorTasks) -> None:
+    def __init__(self, agent: Agent, author_tasks: AuthorTasks, *, workflow_tasks: AuthorTasks | None = None) -> None:
+        """`workflow_tasks` run the workflow if it is not the author's code: a command."""
         self._agent = agent
         self._author_tasks = author_tasks
+        self._workflow_tasks = workflow_tasks or author_tasks
         self.workflow_slots = make_slots(agent.workflow_config and agent.workflow_config.concurrency)
         self.grader_slots = make_slots(agent.grader_config and agent.grader_config.concurrency)
 
@@ -69,7 +71,7 @@ class InProcessAgent:
             with context:
                 workflow = self._run_workflow(task, context, artifacts_dir)
                 try:
-                    return await self._author_tasks.run(workflow, error=WorkflowError, what=name, timeout_s=timeout_s)
+                    return await self._workflow_tasks.run(workflow, error=WorkflowError, what=name, timeout_s=timeout_s)
                 except WorkflowError as error:
                     if hint := _client_hint(str(error), context):
                         raise WorkflowError(f"{name}: {hint} ({str(error).removeprefix(f'{name}: ')})") from error.__cause__

@@ -75,8 +75,8 @@ def _is_subsequence(said: Iterable[Utterance], known: Iterable[Utterance]) -> bo
 def _same(said: Utterance, sampled: Utterance) -> bool:
     if said.kind != "call" or sampled.kind != "call":
         return said == sampled
-    mended = said.text == "{}" and not _is_json(sampled.text)  # Strands keeps `{}` for arguments that are no JSON
-    return said.name in (sampled.name, NAMELESS) and (said.text == sampled.text or mended)
+    repaired = said.text == "{}" and not _is_json(sampled.text)  # Strands keeps `{}` for arguments that are no JSON
+    return said.name in (sampled.name, NAMELESS) and (said.text == sampled.text or repaired)
 
 
 def _ends_with_reply(messages: Sequence[Message]) -> bool:

@@ -16,12 +16,11 @@ from penstock.errors import EngineError, GraderError, PoolError, PoolFailed, Wor
 from penstock.events import Events
 from penstock.pool.base import AFTER_ALL, Pool
 from penstock.pool.rules import graded_before
-from penstock.records import VOID, Attempt, End, Grade, Mark, Message, Rollout, Sampling, Task
+from penstock.records import VOID, End, Grade, Mark, Message, Rollout, RolloutRef, Sampling, Task
 from penstock.rollout.author_tasks import AuthorTasks
 from penstock.rollout.executors import EXECUTORS
 from penstock.rollout.executors.base import Executor, ExecutorContext, GatewaySession
 from penstock.rollout.in_process import REMEDY, Reward, WorkflowResult
-from penstock.rollout.loop_watchdog import LoopWatchdog
 from penstock.rollout.scratch import ScratchFolders
 from penstock.rollout.transcripts import Transcript, make_samples, misreported, transcripts
 from penstock.sdk.discovery import Agent
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
 NO_CALL = "the workflow made no model call through penstock"
 STOPPED = "stopped before it ended"
-FORGED_GRADE = "it was graded beside the run's grader and does not count"
+FORGED_GRADE = "it was graded by something else than the run's grader and does not count"
 
 Slot = AbstractAsyncContextManager[Any]
 """A concurrency limit, such as a semaphore: held while the agent and its grader run."""
@@ -49,11 +48,11 @@ class GatewayPort(Protocol):
         """Serves its routes, for agents in the same event loop; None if there is no such thing."""
         ...
 
-    def open(self, rollout: Rollout, sampling: Sampling, *, fresh: bool) -> GatewaySession:
+    def open(self, rollout: RolloutRef, sampling: Sampling, *, fresh: bool) -> GatewaySession:
         """Lets the rollout call the model. `sampling` holds the defaults of its calls. `fresh`: nothing is stored of it yet."""
         ...
 
-    def close(self, rollout_id: str) -> Attempt | None:
+    def close(self, rollout_id: str) -> Rollout | None:
         """Refuses its calls from now on. Returns its stored nodes and steps, or None if the gateway does not have them all."""
         ...
 
@@ -82,11 +81,11 @@ class Runner:
     redactor: Redactor = field(default_factory=lambda: Redactor(run_secrets()))
     """Removes secrets from authors' error messages before they are stored."""
 
-    async def run(self, rollout: Rollout, task: Task, sampling: Sampling, *, slot: Slot | None = None) -> End | None:
-        """Runs an opened rollout and returns its end. If cancelled, it ends as CANCELLED before the cancellation goes on.
+    async def run(self, rollout: RolloutRef, task: Task, sampling: Sampling, *, slot: Slot | None = None) -> End | None:
+        """Runs an opened rollout and returns its end. If cancelled, it ends as CANCELLED before the cancellation is passed on.
 
         It waits for `slot`, and stays as it was if it is cancelled there. The slot is free as soon as the agent and its grader
-        are done, while the end is being stored. WorkerLost goes on to the caller, who either replaces the rollout or ends it: if
+        are done, while the end is being stored. WorkerLost goes to the caller, who either replaces the rollout or ends it: if
         it were ended here and replaced later, its group would count as complete in between.
         """
         async with slot or nullcontext():
@@ -100,7 +99,7 @@ class Runner:
                 await finish_shielded(self._end(rollout, RolloutOutcome(End.CANCELLED, STOPPED), started))
                 raise
             except WorkerLost as lost:
-                self._emit_end(rollout, Attempt(rollout=rollout, end=End.LOST, message=str(lost)), started)
+                self._emit_end(rollout, Rollout(ref=rollout, end=End.LOST, message=str(lost)), started)
                 raise
         return await finish_shielded(self._end(rollout, outcome, started))
 
@@ -112,7 +111,7 @@ class Runner:
         """
         if not rollout_id:
             raise GraderError("nothing says whose conversation it is; name the rollout")
-        task, attempt = await self.pool.task(rollout_id), await self.pool.attempt(rollout_id)
+        task, attempt = await self.pool.task(rollout_id), await self.pool.rollout(rollout_id)
         steps = tuple(step.index for step in attempt.steps)
         replies = deepcopy([message for message in messages if message.get("role") == "assistant"])
         sample = RolloutSample(id=MAIN, messages=messages, transcript=deepcopy(messages), replies=replies, steps=steps)
@@ -120,7 +119,7 @@ class Runner:
         task = replace(task, label=None if label is None else str(label), metadata={**fields, **(task.metadata or {})})
         name = f"{rollout_id}.judge"  # its artifacts must not mix with those of the rollout's own grading
         rewards = await self.executor.grade(task, {MAIN: sample}, rollout_id=name, timeout_s=self.limits.grader_timeout_s)
-        reward = Attempt(rollout=attempt.rollout, end=End.COMPLETED, grades=self._grades(rollout_id, rewards)).reward
+        reward = Rollout(ref=attempt.ref, end=End.COMPLETED, grades=self._grades(rollout_id, rewards)).reward
         if reward is None:
             raise GraderError(f"grader {self.grader!r} gave no reward for rollout {rollout_id}")
         return reward
@@ -128,7 +127,7 @@ class Runner:
     def _grades(self, rollout_id: str, rewards: Iterable[Reward]) -> tuple[Grade, ...]:
         return tuple(each.as_grade(rollout_id, self.grader) for each in rewards)
 
-    async def _attempt(self, rollout: Rollout, task: Task, sampling: Sampling) -> RolloutOutcome:
+    async def _attempt(self, rollout: RolloutRef, task: Task, sampling: Sampling) -> RolloutOutcome:
         session, limit_s = self.gateway.open(rollout, sampling, fresh=True), self.limits.agent_timeout_s
         failed: RolloutOutcome | None = None
         result = WorkflowResult({})
@@ -148,12 +147,12 @@ class Runner:
         if failed is not None:
             return failed
         if result.direct_calls:
-            self.events.emit("rollout.strays", rollout_id=rollout.id, providers=list(result.direct_calls))
+            self.events.emit("rollout.direct_calls", rollout_id=rollout.id, providers=list(result.direct_calls))
         if recorded is None:
-            recorded = await self.pool.attempt(rollout.id)
+            recorded = await self.pool.rollout(rollout.id)
         return await self._grade(rollout, task, result, recorded)
 
-    async def _grade(self, rollout: Rollout, task: Task, result: WorkflowResult, attempt: Attempt) -> RolloutOutcome:
+    async def _grade(self, rollout: RolloutRef, task: Task, result: WorkflowResult, attempt: Rollout) -> RolloutOutcome:
         recorded, limit_s = transcripts(attempt), self.limits.grader_timeout_s
         if not recorded:
             return RolloutOutcome(End.AGENT_ERROR, no_call_message(result))
@@ -175,7 +174,7 @@ class Runner:
 
     async def _forged_grade(self, rollout_id: str) -> str:
         """Says which grade is in the pool that our grader did not give, while its own were refused; empty if there is none."""
-        attempt = await self.pool.attempt(rollout_id, first_step=AFTER_ALL, first_node=AFTER_ALL)
+        attempt = await self.pool.rollout(rollout_id, first_step=AFTER_ALL, first_node=AFTER_ALL)
         if not attempt.grades or attempt.end is not None:  # a forged end is found later
             return ""
         self._emit_forged(attempt)
@@ -184,9 +183,9 @@ class Runner:
             f"{FORGED_GRADE}: the pool has a reward of {other.reward:g} from {other.source!r}; find out how its agent writes there"
         )
 
-    async def _end(self, rollout: Rollout, outcome: RolloutOutcome, started: float) -> End | None:
+    async def _end(self, rollout: RolloutRef, outcome: RolloutOutcome, started: float) -> End | None:
         grades, message = self._grades(rollout.id, outcome.rewards), self.redactor.text(outcome.message)
-        attempt = Attempt(rollout=rollout, end=outcome.end, message=message, grades=grades)
+        attempt = Rollout(ref=rollout, end=outcome.end, message=message, grades=grades)
         try:
             stored = await self._store_end(rollout.id, outcome.end, message, grades)
         except PoolFailed:
@@ -198,7 +197,7 @@ class Runner:
         if not stored and self.sole_grader:
             await self._void_forged_end(rollout.id)
         if not stored or (not grades and outcome.end is End.COMPLETED):  # ended before, or graded through the gateway
-            attempt = await self.pool.attempt(rollout.id)
+            attempt = await self.pool.rollout(rollout.id)
         self._emit_end(rollout, attempt, started)
         return attempt.end
 
@@ -207,22 +206,22 @@ class Runner:
             return await self.pool.end(rollout_id, end, message, grades)
         if _takes_only_grades(type(self.pool)):
             return await self.pool.end(rollout_id, end, message, grades, only_grades=True)
-        if (await self.pool.attempt(rollout_id, first_step=AFTER_ALL, first_node=AFTER_ALL)).grades:
+        if (await self.pool.rollout(rollout_id, first_step=AFTER_ALL, first_node=AFTER_ALL)).grades:
             raise graded_before(rollout_id)
         return await self.pool.end(rollout_id, end, message, grades)
 
     async def _void_forged_end(self, rollout_id: str) -> None:
         """Takes a rollout out of everything that counts if something else has completed it, and not a group's deadline."""
-        attempt = await self.pool.attempt(rollout_id, first_step=AFTER_ALL, first_node=AFTER_ALL)
+        attempt = await self.pool.rollout(rollout_id, first_step=AFTER_ALL, first_node=AFTER_ALL)
         if attempt.end is End.COMPLETED:
             await self.pool.mark(Mark(rollout_id=rollout_id, trainable=False, quality=0.0, note=VOID))
             self._emit_forged(attempt)
 
-    def _emit_forged(self, attempt: Attempt) -> None:
-        name, sources = attempt.rollout.id, sorted({grade.source for grade in attempt.grades})
+    def _emit_forged(self, attempt: Rollout) -> None:
+        name, sources = attempt.ref.id, sorted({grade.source for grade in attempt.grades})
         self.events.emit("rollout.forged", rollout_id=name, sources=sources, text=f"rollout {name}: {FORGED_GRADE}")
 
-    def _emit_end(self, rollout: Rollout, attempt: Attempt, started: float) -> None:
+    def _emit_end(self, rollout: RolloutRef, attempt: Rollout, started: float) -> None:
         self.events.emit(
             "rollout.end",
             rollout_id=rollout.id,
@@ -265,11 +264,12 @@ async def open_runner(
     """
 
     async def load_transcripts(rollout_id: str) -> dict[str, Transcript]:
-        return transcripts(await pool.attempt(rollout_id))
+        return transcripts(await pool.rollout(rollout_id))
 
+    author_tasks = AuthorTasks(agent.entry.parent, events)
     context = ExecutorContext(
         agent=agent,
-        author_tasks=AuthorTasks(agent.entry.parent, events, watchdog=LoopWatchdog(agent.entry.parent, events)),
+        author_tasks=author_tasks,
         section=section,
         load_transcripts=load_transcripts,
         artifacts=artifacts,

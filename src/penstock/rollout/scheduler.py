@@ -17,7 +17,7 @@ from penstock.config import RolloutSection
 from penstock.errors import PoolFull, WorkerLost
 from penstock.events import Events
 from penstock.pool.base import GroupLimit, Pool
-from penstock.records import End, Group, Rollout, Sampling, Task, make_rollout
+from penstock.records import End, Group, RolloutRef, Sampling, Task, make_rollout
 from penstock.rollout.runner import Runner
 from penstock.system.async_tools import finish_shielded, leaf_errors
 
@@ -33,7 +33,7 @@ _RECHECK_S = 5.0
 class RunnerPort(Protocol):
     """Runs rollouts: a Runner, or a stand-in for the runners of several processes."""
 
-    async def run(self, rollout: Rollout, task: Task, sampling: Sampling) -> End | None: ...
+    async def run(self, rollout: RolloutRef, task: Task, sampling: Sampling) -> End | None: ...
 
 
 def task_at(tasks: Sequence[Task], seq: int, *, seed: int, shuffle: bool = True) -> Task:
@@ -56,7 +56,7 @@ class LiveGroup:
     task: Task
     ends: dict[int, End | None]
     """By place, of its latest attempt; None while that runs."""
-    rollouts: dict[int, Rollout]
+    rollouts: dict[int, RolloutRef]
     tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict[str, asyncio.Task[None]])
     """The asyncio tasks of the attempts that run, by rollout id."""
     topped_up: int = 0
@@ -67,21 +67,21 @@ class LiveGroup:
     def ended(self) -> bool:
         return all(end is not None for end in self.ends.values())
 
-    def failed_below(self, min_size: int) -> list[Rollout]:
+    def failed_below(self, min_size: int) -> list[RolloutRef]:
         """Returns the failed attempts if fewer than `min_size` completed, else none."""
         failed = [self.rollouts[place] for place, end in self.ends.items() if end is not End.COMPLETED]
         return failed if len(self.ends) - len(failed) < min_size else []
 
 
-def new_group(task: Task, rollouts: list[Rollout]) -> LiveGroup:
+def new_group(task: Task, rollouts: list[RolloutRef]) -> LiveGroup:
     places = {rollout.place: rollout for rollout in rollouts}
     return LiveGroup(rollouts[0].group_id, task, dict.fromkeys(places), places)
 
 
 def resumed_group(group: Group) -> LiveGroup:
     """Makes the state of a group that an earlier process left unfinished."""
-    places = {attempt.rollout.place: attempt.rollout for attempt in group.attempts}
-    ends = {attempt.rollout.place: attempt.end for attempt in group.attempts}
+    places = {attempt.ref.place: attempt.ref for attempt in group.rollouts}
+    ends = {attempt.ref.place: attempt.end for attempt in group.rollouts}
     return LiveGroup(group.id, group.task, ends, places)
 
 
@@ -93,7 +93,7 @@ class GroupPolicy:
     events: Events
     limits: RolloutSection
 
-    async def top_up(self, group: LiveGroup) -> list[Rollout]:
+    async def top_up(self, group: LiveGroup) -> list[RolloutRef]:
         """Opens new attempts for a group of which too few completed. Returns none if it is complete or was dropped."""
         failed = group.failed_below(self.limits.min_size)
         if not failed:
@@ -145,7 +145,7 @@ class Scheduler:
         self._limits, self._sampling, self._channel = limits, sampling, channel
         self._seed, self._shuffle = seed, shuffle
         self._steps = steps
-        """Training steps to make groups for; None goes on until `stop`."""
+        """Training steps to make groups for; None continues until `stop`."""
         self._trained, self._lost = steps_trained, 0
         self._policy = GroupPolicy(pool=pool, events=events, limits=limits)
         self._progress, self._stopped = asyncio.Event(), asyncio.Event()
@@ -237,7 +237,7 @@ class Scheduler:
         self._events.emit("group.open", group_id=name, seq=seq, channel=channel, task_id=task.id, rollouts=len(rollouts))
         return new_group(task, rollouts)
 
-    async def _start(self, group: LiveGroup, rollouts: Sequence[Rollout]) -> None:
+    async def _start(self, group: LiveGroup, rollouts: Sequence[RolloutRef]) -> None:
         """Runs rollouts of a group as slots become free."""
         if group.timer is None and self._limits.group_timeout_s is not None:
             loop = asyncio.get_running_loop()
@@ -253,7 +253,7 @@ class Scheduler:
         if not group.ended:
             self._running.create_task(self._policy.expire(group))
 
-    async def _run(self, group: LiveGroup, rollout: Rollout) -> None:
+    async def _run(self, group: LiveGroup, rollout: RolloutRef) -> None:
         end: End | None = End.TIMEOUT
         fresh = None
         try:
@@ -262,7 +262,7 @@ class Scheduler:
             fresh = None if group.expired else await retry_lost(self._pool, rollout, lost, self._limits.retries)
             end = End.LOST
         except asyncio.CancelledError:
-            if not group.expired:  # else `GroupPolicy.expire` cancelled it, and the group goes on to its end
+            if not group.expired:  # else `GroupPolicy.expire` cancelled it, and the group continues to its end
                 await finish_shielded(self._reopen(rollout))
                 raise
         finally:
@@ -281,13 +281,13 @@ class Scheduler:
             if not fresh and group.timer is not None:
                 group.timer.cancel()
 
-    async def _reopen(self, rollout: Rollout) -> None:
+    async def _reopen(self, rollout: RolloutRef) -> None:
         """Keeps a stopped run's group incomplete: the place gets a new attempt, which a later run finds unfinished."""
-        if (await self._pool.attempt(rollout.id)).end is End.CANCELLED:
+        if (await self._pool.rollout(rollout.id)).end is End.CANCELLED:
             await self._pool.replace(rollout, REOPENED)
 
 
-async def retry_lost(pool: Pool, rollout: Rollout, lost: WorkerLost, retries: int) -> Rollout | None:
+async def retry_lost(pool: Pool, rollout: RolloutRef, lost: WorkerLost, retries: int) -> RolloutRef | None:
     """Replaces an attempt whose worker died, in the same transaction as its end. Returns None after `retries` replacements."""
     if rollout.attempt <= retries:
         return await pool.replace(rollout, str(lost))
@@ -295,7 +295,9 @@ async def retry_lost(pool: Pool, rollout: Rollout, lost: WorkerLost, retries: in
     return None
 
 
-async def run_to_end(rollout: Rollout, task: Task, runner: RunnerPort, *, pool: Pool, sampling: Sampling, retries: int) -> Rollout:
+async def run_to_end(
+    rollout: RolloutRef, task: Task, runner: RunnerPort, *, pool: Pool, sampling: Sampling, retries: int
+) -> RolloutRef:
     """Runs an opened rollout, again after each loss of its worker. Returns the last attempt."""
     while True:
         try:
@@ -317,8 +319,8 @@ async def run_once(
     left unfinished are ended as LOST.
     """
     for group in await pool.unfinished(channel):
-        for attempt in group.attempts:
-            await pool.end(attempt.rollout.id, End.LOST, LOST)
+        for attempt in group.rollouts:
+            await pool.end(attempt.ref.id, End.LOST, LOST)
     first = (await pool.stats(channel)).last_seq + 1
     rollouts = [make_rollout(f"{channel}-{seq}", task.id, 0, channel=channel) for seq, task in enumerate(tasks, first)]
     slots = asyncio.Semaphore(limits.concurrency)

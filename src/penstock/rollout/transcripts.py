@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from penstock.records import Attempt, Message, Step
+from penstock.records import Message, Rollout, Step
 from penstock.rollout.reported import sampled_messages, was_sampled
 from penstock.sdk.routing import MAIN
 from penstock.sdk.samples import RolloutSample, fast_copy
@@ -22,7 +22,7 @@ class Transcript(NamedTuple):
     """What the policy said, call by call, on every branch; None if that is not known."""
 
 
-def transcripts(attempt: Attempt) -> dict[str, Transcript]:
+def transcripts(attempt: Rollout) -> dict[str, Transcript]:
     """Returns the transcripts by name, in the order of their first calls.
 
     A transcript ends with its last complete call; a call that broke off counts only if there is no complete one.
@@ -78,7 +78,7 @@ def misreported(samples: Mapping[str, RolloutSample], reported: Iterable[str]) -
     return [name for name in reported if samples[name].messages != samples[name].reported_messages]
 
 
-def _transcript(attempt: Attempt, step: Step, indices: list[int], replies: list[Message]) -> Transcript:
+def _transcript(attempt: Rollout, step: Step, indices: list[int], replies: list[Message]) -> Transcript:
     nodes = {node.id: node for node in attempt.nodes}
     steps = {step.index: step for step in attempt.steps}
     node, messages = nodes[step.node], [*nodes[step.node].messages, step.message]

@@ -15,13 +15,11 @@ from typing import IO, Any, NamedTuple
 from penstock.config import AgentSection
 from penstock.errors import ConfigError
 from penstock.sdk.agent_spec import AgentSpec
-from penstock.sdk.discovery import check_constructors
+from penstock.sdk.discovery import Agent, check_constructors
 from penstock.system.processes import describe_exit, last_line, run_module
 
 STARTUP_S = 30.0
 """For the interpreter to start, besides the time that the author's file takes."""
-FLOW_AGENTS = "penstock.sdk.flows.agent"
-"""Only imported if the agent is made of flows."""
 GUARD = "under `if __name__ == '__main__':` or into run()"
 
 
@@ -61,6 +59,12 @@ def preflight(
     raise ConfigError(f"{crash.text}: importing it failed: its process {describe_exit(code)}{last}; move what did that {GUARD}")
 
 
+def check_agent(agent: Agent) -> AgentTraits:
+    """The same for an agent that was made in this process."""
+    check_constructors(agent)
+    return AgentTraits(agent.kind.keeps_columns)
+
+
 def _read(file: IO[bytes]) -> str:
     file.seek(0)
     return file.read().decode("utf-8", "replace")
@@ -89,7 +93,7 @@ def _child_main(verdict: int, stack: int, timeout_s: float) -> None:
     try:
         agent = spec.load()
         check_constructors(agent)
-        columns = FLOW_AGENTS in sys.modules and sys.modules[FLOW_AGENTS].is_flow_agent(agent)
+        columns = agent.kind.keeps_columns
     except ConfigError as error:
         refused = str(error)
     os.pwrite(verdict, json.dumps({"refused": refused, "columns": columns}).encode(), 0)

@@ -1,6 +1,6 @@
 """The author's code of a run: which files it is, and what changed in them since the run was started.
 
-Rewards of an edited grader cannot be compared with those from before, so a run goes on with other code only if it is told to.
+Rewards of an edited grader cannot be compared with those from before, so a run continues with changed code only if asked to.
 """
 
 import difflib
@@ -25,9 +25,11 @@ PACKAGE = Path(penstock.__file__).parent
 def author_files(agent: Agent) -> dict[str, str]:
     """Returns the texts of the agent's files, by path from the entry file's folder.
 
-    They are the entry file, the modules beside and below it that it imports, files that the grader's config names, and for a
-    command those among its arguments.
+    They are the entry file, the modules in its folder and below that it imports, files that the grader's config names, and for a
+    command those among its arguments. For an agent made from objects they are the sources of these.
     """
+    if agent.sources:
+        return dict(agent.sources)
     entry = agent.entry.resolve()
     home = entry if entry.is_dir() else entry.parent  # flows may be named by a table, without an entry file
     modules = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
@@ -104,6 +106,6 @@ def _refusal(folder: RunFolder, changed: list[Issue]) -> ConfigError:
     what = f"{folder.path} was trained with other code: {', '.join(_names(changed))} changed{lines}"
     return ConfigError(
         f"{what}, and two rewards would be mixed in one curve; "
-        f"change it back, set another run.name, start over with --fresh, or go on with {ALLOW}, which marks the change",
+        f"change it back, set another run.name, start over with --fresh, or continue with {ALLOW}, which marks the change",
         shown,
     )

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, cast
 
 import orjson
 
-from penstock.config import RunConfig, make_config
+from penstock.config import RunConfig, stored_config
 from penstock.errors import ConfigError
 from penstock.pool import POOLS
 from penstock.system.checksums import add_checksum, file_checksum, remove_checksum
@@ -19,7 +19,7 @@ from penstock.system.locks import exclusive_lock
 
 MAY_CHANGE = (
     "run.folder", "train.steps", "train.checkpoint_every", "train.checkpoints_kept", "train.eval_every", "train.tokens_per_pass",
-    "train.promote", "train.reward_range",
+    "train.on_alarm",
     "train.device", "eval.", "gateway.", "executor.", "scale.", "track.", "engine.url", "engine.api_key_env", "engine.retries",
     "engine.retry_s", "engine.first_token_s", "engine.stall_s", "engine.down_s", "engine.weights", "engine.sleep", "engine.slots",
     "engine.cache_tokens",
@@ -82,7 +82,7 @@ class RunFolder:
 
     def config(self) -> RunConfig:
         """Returns the config that the run was started with."""
-        return make_config(self.settings()["config"], str(self.path / "config.json"))
+        return stored_config(self.settings()["config"], str(self.path / "config.json"))
 
     def discard_start(self) -> None:
         """Remove the config, so that the folder counts as not started."""
@@ -147,7 +147,7 @@ class RunFolder:
         return self._read("trackers.json") or {}
 
     def add_tracker_id(self, tracker: str, name: str) -> None:
-        """Record a tracker's id of the run, so that a resumed run goes on under it."""
+        """Record a tracker's id of the run, so that a resumed run uses it."""
         self._write("trackers.json", orjson.dumps({**self.tracker_ids(), tracker: name}))
 
     def summary(self) -> dict[str, Any] | None:
@@ -158,7 +158,7 @@ class RunFolder:
         self._write("summary.json", orjson.dumps(orjson.loads(summary), option=orjson.OPT_INDENT_2))
 
     def set_aside_damaged(self) -> list[str]:
-        """Rename small files that are damaged and that the run can go on without. Returns what was wrong."""
+        """Rename small files that are damaged and that the run can do without. Returns what was wrong."""
         found: list[str] = []
         for name in ("code.json", "evals.json", "summary.json", "task_rewards.json", "trackers.json"):
             try:
@@ -192,7 +192,7 @@ class RunFolder:
         except (OSError, ValueError) as cause:
             instead = FRESH if name == "config.json" else "train on, which sets it aside"
             raise ConfigError(
-                f"{file} is damaged: {cause}; restore a copy (if you changed it, remove {CHECKSUMS} beside it), or {instead}"
+                f"{file} is damaged: {cause}; restore a copy (if you changed it, remove {CHECKSUMS} next to it), or {instead}"
             ) from cause
         return found  # pyright: ignore[reportUnknownVariableType]
 
@@ -228,14 +228,14 @@ class StoredMetrics(NamedTuple):
 
 
 def open_run_folder(
-    config: RunConfig, *, fresh: bool, may_change: tuple[str, ...] = MAY_CHANGE, files: Sequence[Path] = ()
+    config: RunConfig, *, fresh: bool, may_change: tuple[str, ...] = MAY_CHANGE, digests: Mapping[str, str] | None = None
 ) -> RunFolder:
     """Create the folder, or open the existing one; ConfigError if settings or files differ from those that it was started with.
 
-    `may_change` are keys, or prefixes of keys, that may differ; `files` are compared besides the datasets.
+    `may_change` are keys, or prefixes of keys, that may differ; `digests` are those of further files, by name.
     """
     path = config.run.folder / config.run.name
-    settings = {"config": config.model_dump(mode="json"), "datasets": _digests(config, files)}
+    settings = {"config": config.model_dump(mode="json"), "datasets": _dataset_digests(config) | dict(digests or {})}
     if fresh and path.exists():
         with locked(path):
             _archive(path)
@@ -289,9 +289,8 @@ def _checksum(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _digests(config: RunConfig, others: Sequence[Path]) -> dict[str, str]:
-    files = [config.dataset.train, config.dataset.eval, *others]
-    return {str(file): file_checksum(file) for file in files if file is not None}
+def _dataset_digests(config: RunConfig) -> dict[str, str]:
+    return {str(file): file_checksum(file) for file in (config.dataset.train, config.dataset.eval) if file is not None}
 
 
 def _archive(path: Path) -> None:
@@ -313,7 +312,7 @@ def _archive_name(path: Path) -> Path:
 
 def _refuse_changes(path: Path, before: dict[str, Any], now: dict[str, Any], may_change: tuple[str, ...]) -> None:
     # Through the config, so that a key that came later has its default in an older run.
-    old, new = (_flat(make_config(each["config"], str(path)).model_dump(mode="json")) for each in (before, now))
+    old, new = (_flat(stored_config(each["config"], str(path)).model_dump(mode="json")) for each in (before, now))
     differing = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
     changed = [key for key in differing if not _of_run(key).startswith(may_change)]
     if changed:

@@ -1,7 +1,8 @@
 """The inputs of a run, read and checked before anything heavy is loaded: a mistake costs a moment and leaves no run folder."""
 
+import inspect
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -9,21 +10,19 @@ from typing import Any, NamedTuple
 
 from penstock.config import RunConfig
 from penstock.engines import ENGINES
-from penstock.engines.adapter_files import is_adapter
-from penstock.errors import ConfigError, Problems
+from penstock.engines.checkpoint_files import is_adapter
+from penstock.errors import ConfigError, Problems, RenderError
 from penstock.events import Listener
 from penstock.models import ModelFolder, find_cached
 from penstock.pool import POOLS
-from penstock.records import Task
+from penstock.records import Message, Task
 from penstock.rollout.executors import EXECUTORS
 from penstock.rollout.executors.base import read_section
-from penstock.run.agent_preflight import AgentTraits, preflight
+from penstock.run.agent_preflight import AgentTraits, check_agent, preflight
 from penstock.run.policies import check_policy, pull_policies, refuse_untrainable_policies, saved_adapters, start_model
-from penstock.run.task_checks import missing_labels
 from penstock.run.tracking import check_trackers
 from penstock.sdk.dataset import check_tasks, load_tasks
 from penstock.sdk.discovery import Agent, open_agent
-from penstock.sdk.flows.agent import check_rows, is_flow_agent, with_run_settings
 
 REGISTRIES = {"engine.name": ENGINES, "pool.name": POOLS}
 """By the config key that names one of their entries."""
@@ -54,17 +53,20 @@ class Inputs:
         return [(path, tasks) for path, tasks in named if path != heldout or tasks is self.heldout]
 
 
-def read_inputs(config: RunConfig, listener: Listener, *, check: Check = no_check, all_heldout: bool = False) -> Inputs:
+def read_inputs(
+    config: RunConfig, listener: Listener, *, check: Check = no_check, all_heldout: bool = False, agent: Agent | None = None
+) -> Inputs:
     """Read and check all inputs; one ConfigError lists everything that is wrong. The model is pulled only if nothing is.
 
     `check` notes further problems of the config. `all_heldout` reads `dataset.eval` beyond `dataset.eval_limit`.
+    `agent` is one made from objects, in place of that of `[agent]`.
     """
     problems = Problems()
-    checked = check_inputs(config, problems, check)
+    checked = check_inputs(config, problems, check, agent)
     if checked.agent is None:
         check_datasets(config, None, problems)
         problems.refuse(_name(config))
-    agent = open_agent(config.agent, config.workflow, config.grader)
+    agent = agent or open_agent(config.agent, config.workflow, config.grader)
     tasks, heldout = list[Task](), list[Task]()
     with problems.noting("dataset.train"):
         tasks = _tasks(agent, config.dataset.train)
@@ -75,7 +77,7 @@ def read_inputs(config: RunConfig, listener: Listener, *, check: Check = no_chec
     model = _start_policy(config, listener)
     config.engine.preflight(model.name)
     pull_policies(config, listener)
-    agent = with_run_settings(agent, model=model.path, group_size=config.rollout.group_size)
+    agent = agent.kind.with_run_settings(agent, model=model.path, group_size=config.rollout.group_size)
     inputs = Inputs(tasks=tasks, heldout=heldout, agent=agent, executor=checked.executor, model=model.name, folder=model.path)
     for path, rows in inputs.files(config):
         if text := missing_labels(rows, agent, path):
@@ -90,7 +92,7 @@ class CheckedInputs(NamedTuple):
     """None where the agent cannot be run."""
 
 
-def check_inputs(config: RunConfig, problems: Problems, check: Check = no_check) -> CheckedInputs:
+def check_inputs(config: RunConfig, problems: Problems, check: Check = no_check, made: Agent | None = None) -> CheckedInputs:
     """Check all but the rows of the datasets, without importing the agent's code here; errors are noted in `problems`."""
     _check_names(config, problems)
     check(config, problems)
@@ -102,7 +104,7 @@ def check_inputs(config: RunConfig, problems: Problems, check: Check = no_check)
         with problems.noting("executor", table=True):
             executor = read_section(config.rollout.executor, config.executor)
     with problems.noting("agent"):
-        agent = preflight(config.agent, config.workflow, config.grader)
+        agent = preflight(config.agent, config.workflow, config.grader) if made is None else check_agent(made)
     if not config.engine.text_only and not saved_adapters(config):
         with problems.noting("model.name"):
             find_cached(config.model.name)
@@ -141,8 +143,8 @@ def _name(config: RunConfig) -> str:
 
 
 def _tasks(agent: Agent, path: Path, limit: int | None = None) -> list[Task]:
-    tasks = load_tasks(path, limit=limit, columns=is_flow_agent(agent))
-    check_rows(agent, tasks, path)
+    tasks = load_tasks(path, limit=limit, columns=agent.kind.keeps_columns)
+    agent.kind.check_rows(agent, tasks, path)
     return tasks
 
 
@@ -172,3 +174,51 @@ def _check_port(host: str, port: int) -> None:
         except OSError as cause:
             text = f"gateway.port = {port} on {host} cannot be used: {cause.strerror}; set another, or 0 for any free one"
             raise ConfigError(text) from cause
+
+
+Render = Callable[[Sequence[Message]], Sequence[int]]
+RENDERED = 200
+"""Prompts that are rendered, the longest first: enough to say that there is one."""
+
+
+def missing_labels(tasks: Sequence[Task], agent: Agent, path: Path) -> str:
+    """Says how many rows have no label, if others have one or the grader's code speaks of it; else an empty string."""
+    lacking = [number for number, task in enumerate(tasks) if task.label is None]
+    if not lacking or (len(lacking) == len(tasks) and not _reads_label(agent)):
+        return ""
+    return (
+        f"{path}: {len(lacking)} of {len(tasks)} rows have no label (the first is row {lacking[0]}), and ctx.label is None for the "
+        "grader; add the column `label` to them, or let the grader do without"
+    )
+
+
+def _reads_label(agent: Agent) -> bool:
+    try:
+        return agent.grader is not None and ".label" in inspect.getsource(agent.grader)
+    except (OSError, TypeError):  # no source
+        return False
+
+
+def long_prompts(tasks: Sequence[Task], render: Render, context_length: int, path: Path) -> str:
+    """Says how many prompts leave no room for a reply in the model's context; else an empty string."""
+    # No token is shorter than a byte, and half is left for what the template adds: short texts need not be rendered.
+    sizes = [(sum(map(_bytes, task.prompt)), row) for row, task in enumerate(tasks)]
+    longest = sorted((each for each in sizes if each[0] >= context_length // 2), reverse=True)[:RENDERED]
+    found: list[tuple[int, int]] = []
+    for _, row in longest:
+        try:
+            found.append((len(render(tasks[row].prompt)), row))
+        except RenderError:  # the rollout will say so
+            continue
+    if not (beyond := [each for each in found if each[0] >= context_length]):
+        return ""
+    tokens, row = max(beyond)
+    what = f"{path}: {len(beyond)} of {len(tasks)} prompts are longer than the model's context of {context_length:,} tokens"
+    return (
+        f"{what} (row {row} has {tokens:,}): a call with the whole prompt will fail; shorten them, leave these rows out, or take a "
+        "model with a longer context"
+    )
+
+
+def _bytes(message: Message) -> int:
+    return len(str(message.get("content") or "").encode("utf-8", "replace"))

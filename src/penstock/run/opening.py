@@ -10,12 +10,13 @@ from typing import NamedTuple
 
 from penstock.config import RunConfig, home_folder, run_secrets
 from penstock.engines.base import Engine
+from penstock.engines.opening import open_engine
 from penstock.events import Events
 from penstock.gateway.app import Gateway
 from penstock.gateway.auth import Access
-from penstock.gateway.call import GatewayLimits
 from penstock.gateway.observability import open_tracer
-from penstock.gateway.sources import open_engine
+from penstock.gateway.request import GatewayLimits
+from penstock.gateway.sources import load_renderer
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
 from penstock.pool.location import refuse_foreign_pool
@@ -23,9 +24,8 @@ from penstock.pool.pictures import PictureStore
 from penstock.records import Sampling
 from penstock.rollout.runner import Runner, open_runner
 from penstock.run.folder import RunFolder
-from penstock.run.inputs import Inputs
+from penstock.run.inputs import Inputs, long_prompts
 from penstock.run.policies import open_policies, run_engine
-from penstock.run.task_checks import long_prompts
 from penstock.sdk.discovery import Agent
 
 
@@ -55,7 +55,9 @@ async def open_rollout_runner(
     """Open engine, gateway and runner; they are closed on leaving, in reverse order."""
     async with AsyncExitStack() as stack:
         events.emit("stage", text=f"loading {inputs.model}")
-        engine, renderer = await open_engine(config.engine, inputs.folder, name=inputs.model, seed=config.run.seed)
+        renderer = await load_renderer(config.engine, inputs.folder)
+        decode = renderer and renderer.tokenizer.decode
+        engine = await open_engine(config.engine, inputs.folder, name=inputs.model, seed=config.run.seed, decode=decode)
         stack.push_async_callback(engine.close)
         if renderer is not None and (length := getattr(engine, "context_length", 0)):
             for path, tasks in inputs.files(config):
@@ -101,7 +103,7 @@ def hidden_files(config: RunConfig, folder: RunFolder, agent: Agent) -> list[Pat
     """Returns what no agent may read: the runs, whose pools have labels and other rollouts, the datasets, and our keys."""
     runs, needed = folder.path.resolve().parent, [agent.entry, agent.source.folder, Path.cwd(), Path(sys.prefix)]
     runs = runs.parent if runs.name in ("evals", "branches") else runs
-    # All runs beside this one, if that folder holds nothing that the agent needs.
+    # All runs next to this one, if that folder holds nothing that the agent needs.
     own = folder.path if any(path.resolve().is_relative_to(runs) for path in needed) else runs
     return [own, *(path for path in (config.dataset.train, config.dataset.eval) if path), home_folder()]
 

@@ -1,22 +1,22 @@
 """The policies of a run: `[policies.*]` checked, their models found, and what serves each of them opened."""
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from penstock.chat.renderer import Renderer
 from penstock.config import EngineSection, RunConfig
 from penstock.engines import ENGINES
-from penstock.engines.adapter_files import find_base, is_adapter
-from penstock.engines.base import Engine, has_adapters
-from penstock.engines.checkpoint_files import refuse_damaged_weights
-from penstock.engines.policy_engines import FrozenEngine, PolicyEngine
+from penstock.engines.base import AdapterEngine, Engine, SampledChunk, has_adapters
+from penstock.engines.checkpoint_files import find_base, is_adapter, refuse_damaged_weights
+from penstock.engines.opening import open_engine
 from penstock.errors import ConfigError
 from penstock.events import Listener
-from penstock.gateway.policies import ServedPolicy
-from penstock.gateway.sources import open_engine
+from penstock.gateway.sources import ServedPolicy, load_renderer
 from penstock.models import ModelFolder, find_cached, resolve
+from penstock.records import Sampling
 
 
 def trained_policies(config: RunConfig) -> list[str]:
@@ -95,7 +95,7 @@ def run_engine(config: RunConfig, engine: Engine) -> Engine:
 
 @asynccontextmanager
 async def open_policies(config: RunConfig, engine: Engine, renderer: Renderer | None) -> AsyncGenerator[dict[str, ServedPolicy]]:
-    """Open what serves each policy beside the run's `engine`, and close it on leaving; empty without `[policies.*]`."""
+    """Opens what serves each policy next to the run's `engine`, and closes it on leaving; empty without `[policies.*]`."""
     versioned, served = run_engine(config, engine), dict[str, ServedPolicy]()
     async with AsyncExitStack() as stack:
         for name, folder in saved_adapters(config).items():
@@ -108,7 +108,9 @@ async def open_policies(config: RunConfig, engine: Engine, renderer: Renderer | 
             if (section := _own_engine(config, name)) is not None:
                 model = policy.model or config.model.name
                 folder = ModelFolder(name=model, path=Path()) if section.text_only else find_cached(model) or resolve(model)
-                shown, its_renderer = await open_engine(section, folder.path, name=folder.name, seed=config.run.seed)
+                its_renderer = await load_renderer(section, folder.path)
+                decode = its_renderer and its_renderer.tokenizer.decode
+                shown = await open_engine(section, folder.path, name=folder.name, seed=config.run.seed, decode=decode)
                 stack.push_async_callback(shown.close)
             if its_renderer is not None and policy.frozen:
                 shown = FrozenEngine(shown, lambda: versioned.version)
@@ -122,3 +124,71 @@ def _own_engine(config: RunConfig, name: str) -> EngineSection | None:
     """The section of the engine that serves this policy alone; None if the run's engine does."""
     policy = config.policies[name]
     return policy.engine or (config.engine if policy.model else None)
+
+
+class PolicyEngine:
+    """See `Engine`: an engine with several adapters, asked for one policy's. Its owner closes it and publishes weights."""
+
+    def __init__(self, engine: AdapterEngine, policy: str) -> None:
+        self._engine, self._policy = engine, policy
+
+    @property
+    def model(self) -> str:
+        return self._engine.model
+
+    @property
+    def context_length(self) -> int:
+        return self._engine.context_length
+
+    @property
+    def version(self) -> int:
+        return self._engine.version_of(self._policy)
+
+    def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, rollout_id: str = ""
+    ) -> AsyncGenerator[SampledChunk, None]:
+        return self._engine.generate(prompt_ids, sampling, rollout_id=rollout_id, policy=self._policy)
+
+    async def swap(self, version: int, change: Callable[[], None]) -> None:
+        await self._engine.swap(version, change)
+
+    async def load(self, version: int, folder: Path) -> None:
+        await self._engine.load(version, folder, policy=self._policy)
+
+    async def close(self) -> None: ...
+
+
+class FrozenEngine:
+    """See `Engine`: an engine whose weights never change. Its tokens carry the version that the trained policies have meanwhile.
+
+    A version of a run names the weights of all its policies, so this is the one that sampled them; and tokens of a frozen policy do
+    not make a group look stale.
+    """
+
+    def __init__(self, engine: Engine, version: Callable[[], int]) -> None:
+        self._engine, self._version = engine, version
+
+    @property
+    def model(self) -> str:
+        return self._engine.model
+
+    @property
+    def context_length(self) -> int:
+        return self._engine.context_length
+
+    @property
+    def version(self) -> int:
+        return self._version()
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, rollout_id: str = ""
+    ) -> AsyncGenerator[SampledChunk, None]:
+        async with aclosing(self._engine.generate(prompt_ids, sampling, rollout_id=rollout_id)) as chunks:
+            async for chunk in chunks:
+                yield replace(chunk, versions=(self._version(),) * len(chunk.ids))
+
+    async def swap(self, version: int, change: Callable[[], None]) -> None: ...
+
+    async def load(self, version: int, folder: Path) -> None: ...
+
+    async def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""A recorded run, opened for reading: also while it goes on, and on a colleague's machine. Needs no torch."""
+"""A recorded run, opened for reading: also while it runs, and on a colleague's machine. Needs no torch."""
 
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,4 +1,4 @@
-"""Why rollouts did not pass, in three numbers, each with its commonest reason: failed, ungraded, wrong.
+"""Why rollouts did not pass, in three numbers, each with its most common reason: failed, ungraded, wrong.
 
 A broken agent must not look like a bad model: only what is graded and below the mark is wrong.
 """
@@ -28,7 +28,7 @@ class ScoredEnd(NamedTuple):
 class Shortfall:
     count: int
     reason: str
-    """The commonest one; empty if the count is 0."""
+    """The most common one; empty if the count is 0."""
 
     @property
     def text(self) -> str:

@@ -1,4 +1,4 @@
-"""Tells trackers of a run: each in a thread of its own, so that one that is slow, hangs or fails costs the run nothing."""
+"""Sends a run to trackers: each in its own thread, so that one that is slow, hangs or fails costs the run nothing."""
 
 import asyncio
 import math
@@ -11,18 +11,16 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from penstock.config import RunConfig
-from penstock.errors import Problems
+from penstock.errors import Problems, one_line
 from penstock.events import Events
-from penstock.pool.base import AFTER_ALL
+from penstock.pool import reads
+from penstock.pool.base import AFTER_ALL, PoolDatabase
 from penstock.pool.location import PoolLocation
-from penstock.pool.sql import reads
-from penstock.pool.sql.database import PoolDatabase
-from penstock.records import Attempt, Message
-from penstock.rollout.author_tasks import one_line
+from penstock.records import Message, Rollout
 from penstock.rollout.transcripts import transcripts
 from penstock.run.folder import RunFolder
-from penstock.trackers import TRACKERS
-from penstock.trackers.base import ArtifactKind, RolloutTrace, TracedCall, TrackedRun, Tracker
+from penstock.run.trackers import TRACKERS
+from penstock.run.trackers.base import ArtifactKind, RolloutTrace, TracedCall, TrackedRun, Tracker
 
 MAX_QUEUED = 1000
 """Calls that wait for a tracker; more are left out and counted."""
@@ -45,7 +43,7 @@ def check_trackers(config: RunConfig, problems: Problems) -> None:
 
 @asynccontextmanager
 async def tracking(config: RunConfig, folder: RunFolder, events: Events) -> AsyncGenerator[None]:
-    """Tells the trackers of `[track]` of the run inside; on leaving, waits until they have sent everything, for `FINISH_S`."""
+    """Sends the run inside to the trackers of `[track]`; on leaving, waits until they have sent everything, for `FINISH_S`."""
     if not config.track.to:
         yield
         return
@@ -93,7 +91,7 @@ class TrackingListener:
                 pass
 
     async def finish(self, status: Literal["finished", "stopped", "failed"]) -> None:
-        """Sends the run's files and closes the trackers; tells what could not be sent."""
+        """Sends the run's files and closes the trackers; reports what could not be sent."""
         kept: dict[ArtifactKind, Path | None] = {
             "config": self._folder.path / "config.json",
             "summary": self._folder.path / "summary.json",
@@ -216,7 +214,7 @@ class TrackerThread:
                 self._failed += 1
                 self._usable = self._made > 0
                 if self._failed == 1:
-                    self._tell(f"{self.name} failed, and the run goes on: {one_line(error)}")
+                    self._tell(f"{self.name} failed, and the run continues: {one_line(error)}")
 
 
 class SharedTraces:
@@ -237,7 +235,7 @@ def read_traces(place: PoolLocation, channel: str, group_ids: Sequence[str], mos
     """Reads the best and the worst rollout of each group; without `group_ids`, of the first groups of the channel."""
     with place.kind.reading(place.folder, place.url) as database:
         wanted = group_ids or _first_groups(database, channel, most)
-        found = [_trace(reads.read_attempt(database, name)) for group in wanted[:most] for name in _extremes(database, group)]
+        found = [_trace(reads.read_rollout(database, name)) for group in wanted[:most] for name in _extremes(database, group)]
     return found[:most]
 
 
@@ -249,14 +247,14 @@ def _first_groups(database: PoolDatabase, channel: str, most: int) -> list[str]:
 def _extremes(database: PoolDatabase, group_id: str) -> list[str]:
     query = "SELECT id FROM rollouts WHERE group_id = ? AND current = 1 ORDER BY place"
     names = [row[0] for row in database.execute(query, (group_id,)).fetchall()]
-    light = [reads.read_attempt(database, name, first_step=AFTER_ALL, first_node=AFTER_ALL) for name in names]
+    light = [reads.read_rollout(database, name, first_step=AFTER_ALL, first_node=AFTER_ALL) for name in names]
     ended = [attempt for attempt in light if attempt.end is not None]
     ordered = sorted(ended, key=lambda attempt: -math.inf if attempt.reward is None else attempt.reward, reverse=True)
-    return list(dict.fromkeys(attempt.rollout.id for attempt in (*ordered[:1], *ordered[-1:])))
+    return list(dict.fromkeys(attempt.ref.id for attempt in (*ordered[:1], *ordered[-1:])))
 
 
-def _trace(attempt: Attempt) -> RolloutTrace:
-    rollout = attempt.rollout
+def _trace(attempt: Rollout) -> RolloutTrace:
+    rollout = attempt.ref
     return RolloutTrace(
         rollout_id=rollout.id,
         group_id=rollout.group_id,

@@ -183,7 +183,7 @@ class AgentFlowManager:
                     self._receive(worker, number, frame)
                 self._dispatch_soon()
         except RayError as gone:
-            kill_worker(worker.handle)  # one that is only unreachable must not go on with jobs that others will run again
+            kill_worker(worker.handle)  # one that is only unreachable must not continue jobs that others will run again
             how = "did not answer in time" if worker.stuck else "died"
             self._fail_jobs(worker, how)
             self._events.emit(

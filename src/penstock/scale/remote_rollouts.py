@@ -14,7 +14,7 @@ from penstock.scale.package import ray
 
 
 class RemoteRollouts:
-    """A `RolloutSource` over an AsyncRollouter. After a restart, the rollouter gets the current weights and goes on.
+    """A `RolloutSource` over an AsyncRollouter. After a restart, the rollouter gets the current weights and continues.
 
     Rollouts of the dead one are in the pool without an end; the next one's scheduler makes new attempts at them.
     """

@@ -15,8 +15,8 @@ from penstock.run.opening import open_pool
 from penstock.scale.actor_calls import EventBuffer
 from penstock.scale.run_spec import RunSpec, exclusive_process
 from penstock.system.processes import relax_gc
-from penstock.train.policy import PUBLISHED_KEPT
-from penstock.train.training_run import LocalRollouts, open_rollouts
+from penstock.train.publishing import PUBLISHED_KEPT
+from penstock.train.resources import LocalRollouts, open_rollouts
 
 T = TypeVar("T")
 

@@ -23,13 +23,12 @@ from penstock.scale.actor_calls import MAX_DEATHS, Actor, ActorGone, call_result
 from penstock.scale.cluster import STORE_BYTES, on_node, open_cluster, own_node, own_node_id
 from penstock.scale.executor import RaySection
 from penstock.scale.package import ray
-from penstock.scale.parameter_sync import FILES, ParameterSynchronizer
 from penstock.scale.rollouter import AsyncRollouter
 from penstock.scale.run_spec import RunSpec
-from penstock.scale.trainer import AsyncTrainer
+from penstock.scale.trainer import FILES, AsyncTrainer, ParameterSynchronizer
 from penstock.system.async_tools import leaf_errors
-from penstock.train.branched import refuse_branches
-from penstock.train.summary import Summary, finished_summary
+from penstock.train.algorithm import refuse_branches
+from penstock.train.trainer import Summary, finished_summary
 
 COPIES = 3
 """Copies of the weights in the object store at once: the version that is served, the one that comes, and one on its way."""
@@ -52,7 +51,7 @@ async def train_on_ray(
     fresh: bool = False,
     allow_code_change: bool = False,
 ) -> Summary:
-    """As `penstock.train.run.train`, with rollouts and training in processes of a Ray cluster."""
+    """As `penstock.train.trainer.train`, with rollouts and training in processes of a Ray cluster."""
     refuse_unscalable(config, inputs)
     folder = open_run_folder(config, fresh=fresh)
     with locked(folder.path), Events(folder.events) as events:

@@ -3,6 +3,8 @@
 import asyncio
 import os
 from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -10,17 +12,18 @@ from penstock.codec import to_json
 from penstock.config import RunConfig
 from penstock.engines.embedded.decoder import Decoder
 from penstock.engines.embedded.engine import pick_device, pick_dtype
-from penstock.engines.embedded.weights import load_decoder
+from penstock.engines.embedded.weights import MODEL_SUFFIXES, load_decoder
+from penstock.errors import TrainError
 from penstock.run.inputs import Inputs
 from penstock.run.opening import open_pool
-from penstock.scale.actor_calls import EventBuffer, get_actor
+from penstock.scale.actor_calls import MAX_DEATHS, ActorGone, EventBuffer, call_result, get_actor, wait_restarted
+from penstock.scale.package import ray
 from penstock.scale.remote_rollouts import RemoteRollouts
 from penstock.scale.run_spec import RunSpec, exclusive_process
 from penstock.train.algorithm import load_advantage
-from penstock.train.allowed import AllowedReplay
-from penstock.train.policy import FolderPublisher
-from penstock.train.run import run_training
-from penstock.train.training_run import TrainingRun, open_learner
+from penstock.train.publishing import FolderPublisher
+from penstock.train.resources import AllowedReplay, TrainingRun, open_learner
+from penstock.train.trainer import run_training
 
 
 class AsyncTrainer:
@@ -79,3 +82,37 @@ def _decoder(config: RunConfig, inputs: Inputs) -> Decoder:
     device = pick_device(config.train.device if config.train.device != "auto" else config.engine.device)
     dtype = config.train.dtype if config.train.dtype != "auto" else config.engine.dtype
     return load_decoder(inputs.folder, device=device, dtype=pick_dtype(dtype, device))
+
+
+FILES = (*MODEL_SUFFIXES, ".safetensors")
+"""How the names of a model folder's files end."""
+
+
+class ParameterSynchronizer:
+    """It outlives trainer and rollouter, so that one that comes back finds the weights here, in the cluster's object store."""
+
+    def __init__(self, rollouter: str) -> None:
+        self._rollouter = rollouter
+        self._files: dict[str, Any] = {}
+        self._turn = asyncio.Lock()
+        """A call of a trainer that died ends before the next trainer's begins."""
+
+    async def publish(self, version: int, folder: str) -> None:
+        """Hold the files of a model folder and load them into the rollouter as `version`; returns once they are served."""
+        async with self._turn:
+            self._files = await asyncio.to_thread(_put, Path(folder))
+            await self._load(version)
+
+    async def _load(self, version: int) -> None:
+        rollouter = get_actor(self._rollouter)
+        for _ in range(MAX_DEATHS):
+            try:
+                await call_result(rollouter.load.remote(version, list(self._files), *self._files.values()))
+                return
+            except ActorGone:  # it restarts without these weights
+                await wait_restarted(rollouter)
+        raise TrainError(f"policy version {version} reached no rollouter: {MAX_DEATHS} died over it; see Ray's logs")
+
+
+def _put(folder: Path) -> dict[str, Any]:
+    return {file.name: ray.put(file.read_bytes()) for file in sorted(folder.iterdir()) if file.suffix in FILES}

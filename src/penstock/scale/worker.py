@@ -8,21 +8,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock.codec import from_json
-from penstock.errors import PenstockError, WorkflowError
+from penstock.errors import PenstockError, WorkflowError, one_line
 from penstock.events import Events
-from penstock.rollout.author_tasks import AuthorTasks, one_line
+from penstock.rollout.author_tasks import AuthorTasks
 from penstock.rollout.executors.base import artifacts_dir
 from penstock.rollout.executors.trust import choose_program_sandbox, sandbox_notice
 from penstock.rollout.in_process import InProcessAgent
-from penstock.rollout.loop_watchdog import LoopWatchdog
 from penstock.rollout.processes.job_protocol import AgentJob, failure_result, read_samples
-from penstock.rollout.processes.preload import preload_clients
 from penstock.rollout.scratch import ScratchFolders
 from penstock.scale.actor_calls import ItemQueue
 from penstock.scale.cluster import own_node
 from penstock.scale.package import ray
 from penstock.sdk.agent_spec import AgentSpec
-from penstock.sdk.clients import Clients
+from penstock.sdk.clients import Clients, preload_clients
 from penstock.system.processes import protect_memory
 from penstock.system.sandbox import Confinement, Sandbox, SandboxWish
 
@@ -72,8 +70,7 @@ class AgentFlowWorker:
         try:
             agent = self._spec.load()
             await asyncio.to_thread(preload_clients, agent.entry.parent.resolve())  # else the first rollouts' deadlines pay for it
-            watchdog = LoopWatchdog(agent.entry.parent, events, breaks_off=False)
-            self._work = InProcessAgent(agent, AuthorTasks(agent.entry.parent, events, grace_s=self._grace_s, watchdog=watchdog))
+            self._work = InProcessAgent(agent, AuthorTasks(agent.entry.parent, events, grace_s=self._grace_s))
             if self._wish is not None:
                 self._sandbox = choose_program_sandbox(agent, self._wish)
                 notice = sandbox_notice(self._sandbox, map(Path, self._hidden))

@@ -2,11 +2,16 @@
 
 import asyncio
 import importlib
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from copy import copy
+from operator import attrgetter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.errors import ConfigError
+from penstock.sdk.routing import RolloutContext
 
 if TYPE_CHECKING:
     from anthropic import AsyncAnthropic
@@ -15,9 +20,11 @@ if TYPE_CHECKING:
 
     from penstock.sdk.routing import RolloutContext
 
+    LocalApp = tuple[str, ASGIApp, asyncio.AbstractEventLoop]
 
 T = TypeVar("T")
 
+CLOSE_S = 5.0
 NO_KEY = "none"
 """Sent to an endpoint without keys: with an empty one, the packages would look for the user's own."""
 NO_PROXIES: dict[str, None] = {"all://": None, "http://": None, "https://": None}
@@ -27,8 +34,8 @@ NO_PROXIES: dict[str, None] = {"all://": None, "http://": None, "https://": None
 class Clients:
     """HTTP clients that the rollouts of one event loop share; each is made on first use.
 
-    The loop is the one that this is made in; if made outside of any, the first one that asks. `app` is the gateway, if that is in
-    the same loop: calls of it need no socket.
+    The loop is the first one that asks. `app` is the gateway, if it runs in the loop that this is made in: calls of it need no
+    socket.
     """
 
     def __init__(self, app: "ASGIApp | None" = None) -> None:
@@ -36,34 +43,48 @@ class Clients:
         self._shared: dict[tuple[str, bool], Any] = {}
         self._unbound: dict[tuple[str, str], Any] = {}
         """The vendors' clients that those of rollouts are copied from, by package and base URL. They make no calls themselves."""
-        self._loop = _running_loop()
+        self._app_loop = _running_loop()
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def of(self, package: str, base_url: str) -> Any:
         """Returns the shared HTTP client for `package`; None in another event loop, where it could not be used."""
         secure = base_url.startswith("https:")
-        local = None if self._app is None else (base_url.removesuffix("/v1"), self._app)
+        app, loop = self._app, self._app_loop
+        local = None if app is None or loop is None else (base_url.removesuffix("/v1"), app, loop)
         return self.get_or_make((package, secure), lambda: _make_http_client(package, secure, local=local))
 
     def get_or_make(self, key: tuple[str, bool], make: Callable[[], T]) -> T | None:
         """Returns the shared client of `key`, which must have `shut`; None in another event loop."""
-        loop = _running_loop()
-        self._loop = self._loop or loop
-        if loop is None or loop is not self._loop:
+        if not self._at_home():
             return None
         if key not in self._shared:
             self._shared[key] = make()
         return self._shared[key]
 
     def copy_of(self, package: str, base_url: str, make: Callable[[], T]) -> T:
-        """Returns a copy of the client that `make` made for the first rollout: to make one anew takes as long as a call."""
+        """Returns a copy of the client that `make` made for the first rollout: making a new one takes as long as a call."""
         key = (package, base_url)
-        if _running_loop() is not self._loop:
+        if not self._at_home():
             return make()
         if key not in self._unbound:
             self._unbound[key] = _with_platform(make(), package)
         return copy(self._unbound[key])
 
+    def _at_home(self) -> bool:
+        loop = _running_loop()
+        self._loop = self._loop or loop
+        return loop is not None and loop is self._loop
+
     async def close(self) -> None:
+        """Closes the connections in the loop that they belong to, unless author code blocks it."""
+        if self._loop is None or self._loop is asyncio.get_running_loop():
+            await self._shut()
+        elif self._loop.is_running():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE_S):
+                    await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._shut(), self._loop))
+
+    async def _shut(self) -> None:
         for client in self._shared.values():
             await client.shut()
         self._shared.clear()
@@ -148,10 +169,10 @@ def _http_client(context: "RolloutContext", package: str) -> Any:
     return shared if shared is not None else _make_http_client(package, context.base_url.startswith("https:"), lasting=False)
 
 
-def _make_http_client(package: str, secure: bool, *, lasting: bool = True, local: "tuple[str, ASGIApp] | None" = None) -> Any:
+def _make_http_client(package: str, secure: bool, *, lasting: bool = True, local: "LocalApp | None" = None) -> Any:
     """Makes an HTTP client for `package` that ignores proxies. A `lasting` one keeps its connections, until `shut`.
 
-    `local` is an address with the app that serves it in the event loop that this is called in.
+    `local` is an address with the app that serves it and the app's event loop.
     """
     vendor: Any = importlib.import_module(package)
     one_off: Any = vendor.DefaultAsyncHttpxClient
@@ -194,7 +215,7 @@ def _make_http_client(package: str, secure: bool, *, lasting: bool = True, local
         from penstock.http.in_process import in_process_transport  # loads starlette
 
         httpx: Any = importlib.import_module(one_off.__mro__[1].__module__)  # the vendor's, whichever that is
-        mounts[local[0]] = in_process_transport(httpx, local[1])
+        mounts[local[0]] = in_process_transport(httpx, *local[1:])
     return SharedHttpClient(**{**settings, "mounts": mounts})
 
 
@@ -210,3 +231,22 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
         return asyncio.get_running_loop()
     except RuntimeError:
         return None
+
+
+ROUTES = {"openai": ("chat.completions", "responses"), "anthropic": ("messages",)}
+"""By package: attributes of its client whose modules are loaded on first access."""
+ANYIO_BACKEND = "anyio._backends._asyncio"
+"""Loaded by both packages' connections when they are first used in an event loop."""
+
+
+def preload_clients(home: Path) -> None:
+    """Makes a client of each package that the author's files in `home` mention or have imported; no call is made."""
+    modules = list(sys.modules.values())
+    files = {Path(file) for module in modules if (file := getattr(module, "__file__", None)) and file.endswith(".py")}
+    text = "".join(file.read_text(errors="replace") for file in files if file.parent == home)
+    context = RolloutContext(base_url="http://127.0.0.1/v1", api_key="none")
+    for package, parts in ROUTES.items():
+        if package in text or package in sys.modules:
+            with suppress(Exception):  # if this fails, the author's own call will fail and say so
+                attrgetter(*parts)(getattr(context, package)())
+                importlib.import_module(ANYIO_BACKEND)

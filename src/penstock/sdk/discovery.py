@@ -6,7 +6,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,12 +17,13 @@ from pydantic import BaseModel
 
 from penstock.config import AgentSection, validate
 from penstock.errors import ConfigError
+from penstock.records import Task
 from penstock.registry import Registry
 from penstock.sdk.workflow import AgentWorkflow, AgentWorkflowConfig, BaseConfig, Grader, GraderConfig
 
 T = TypeVar("T")
 
-FACADES = "-e facades in a checkout of Penstock"
+FACADES = "-e packages/compat in a checkout of Penstock"
 PACKAGE_OF_MODULE = {
     "agents": "openai-agents",
     "claw_r1": FACADES,
@@ -34,22 +35,40 @@ PACKAGE_OF_MODULE = {
 GRADERS = Registry(
     "grader",
     {
-        "rule": "penstock.graders.rule:RuleGrader",
-        "function": "penstock.graders.function:FunctionGrader",
         "rubric": "penstock.graders.rubric:RubricGrader",
     },
+    wheels=dict.fromkeys(("rule", "function"), "penstock-compat"),
 )
 """The built-in graders. `[grader] name` selects one, whatever grader the entry file holds."""
 AGENT_KINDS = Registry(
     "kind of agent",
     {
         "command": "penstock.sdk.command:command_agent",
-        "flow": "penstock.sdk.flows.agent:flow_agent",
     },
+    wheels={"flow": "penstock-compat"},
 )
-FLOW_BASE_MODULE = "penstock.sdk.flows.base"
-"""The module of the base class of flows. It is compared by name: a file without flows need not wait for its import."""
+"""Functions that open an agent of one kind: `(source, workflow, grader)`, and for an imported entry file also its module."""
+KIND_ATTRIBUTE = "__agent_kind__"
+"""Set on a base class of authors: entry files with a subclass of it hold an agent of this kind."""
 MAX_NAME_CHARS = 256
+
+
+class AgentKind:
+    """What a run does differently for a kind of agent. This one is of agents that are a workflow and a grader."""
+
+    keeps_columns = False
+    """Whether its tasks keep all columns of their rows."""
+
+    def check_rows(self, agent: "Agent", tasks: Iterable[Task], where: Path) -> None:
+        """Raises ConfigError if the agent cannot run a row of the file `where`."""
+
+    def with_run_settings(self, agent: "Agent", *, model: Path, group_size: int) -> "Agent":
+        """Returns the agent with what it needs to know of its run; `model` is `Path()` for an endpoint."""
+        return agent
+
+    def grader_by_rule(self, tasks: Iterable[Task]) -> type[Grader] | None:
+        """Returns the grader that stands for an agent that grades its own rollouts; None if there is none for these tasks."""
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +86,11 @@ class Agent:
     """`[agent]` of the TOML. With `tables`, it lets another process load the same agent."""
     tables: tuple[Mapping[str, Any], Mapping[str, Any]] = ({}, {})
     """`[workflow]` and `[grader]` of the TOML."""
+    sources: Mapping[str, str] = field(default_factory=dict[str, str])
+    """The source texts of an agent that was made from objects, by name; empty for one of an entry file."""
     trusted: bool = False
     """Whether its code gets a flow token, which may submit, grade and complete its own rollouts."""
+    kind: AgentKind = field(default_factory=AgentKind)
 
     @property
     def graded_by_run(self) -> bool:
@@ -90,16 +112,17 @@ def open_agent(source: AgentSection, workflow: Mapping[str, Any], grader: Mappin
     if source.flow or source.flows:
         return AGENT_KINDS.load("flow")(source, workflow, grader)
     module = import_entry(source.entry)
-    if _defines_flows(module):
-        return AGENT_KINDS.load("flow")(source, workflow, grader, module)
+    if kind := _kind_of(module):
+        return AGENT_KINDS.load(kind)(source, workflow, grader, module)
     return find_agent(module, source, workflow, grader)
 
 
-def _defines_flows(module: ModuleType) -> bool:
-    """Returns whether an entry file defines flows and no workflow."""
+def _kind_of(module: ModuleType) -> str:
+    """Returns the kind of agent whose base class an entry file subclasses; empty if it has a workflow, or no such class."""
     if any(True for _ in subclasses(module, AgentWorkflow)):
-        return False
-    return any(base.__module__ == FLOW_BASE_MODULE for member in subclasses(module, object) for base in member.__mro__)
+        return ""
+    bases = (base for member in subclasses(module, object) for base in member.__mro__)
+    return next((vars(base)[KIND_ATTRIBUTE] for base in bases if KIND_ATTRIBUTE in vars(base)), "")
 
 
 def load_agent(source: AgentSection | Path, workflow: Mapping[str, Any], grader: Mapping[str, Any]) -> Agent:

@@ -109,7 +109,7 @@ class RolloutContext:
     def register_sample_source(self, name: str, source: SampleSource) -> None:
         """Makes `source` report transcript `name` to the grader; a name can be used once."""
         if name in self.sample_sources:
-            raise ValueError(f"sample {name!r} is registered already; give each agent or session of a rollout a name of its own")
+            raise ValueError(f"sample {name!r} is registered already; give each agent or session of a rollout its own name")
         self.sample_sources[name] = source
 
     def set_sample_source(self, source: SampleSource) -> None:

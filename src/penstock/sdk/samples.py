@@ -1,6 +1,7 @@
 """RolloutSample: one conversation of a rollout, as the gateway recorded it and as its agent reported it."""
 
 import base64
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -35,6 +36,12 @@ class RolloutSample:
     remove_sample: bool = False
     metrics: dict[str, Any] = field(default_factory=dict[str, Any])
     extra_fields: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def text(self) -> str:
+        """The policy's last reply; empty if there is none."""
+        content = self.replies[-1].get("content") if self.replies else None
+        return content if isinstance(content, str) else ""
 
     def model_dump(self, **options: Any) -> dict[str, Any]:
         """As pydantic's `model_dump`, with its options."""
@@ -80,3 +87,21 @@ def _json_value(value: Any) -> Any:
     if hasattr(value, "__dataclass_fields__"):
         return {each.name: getattr(value, each.name) for each in fields(value)}
     return list(cast("set[Any]", value)) if isinstance(value, set | frozenset | tuple) else str(value)
+
+
+def policy_messages(sample: RolloutSample) -> list[Message]:
+    """Returns what the policy sampled; of a sample made by hand, its messages."""
+    return sample.replies or sample.transcript or sample.messages
+
+
+def assistant_text(messages: Iterable[Message]) -> str:
+    """Returns all text of the policy, in order: an answer may come before or after a tool call."""
+    return "\n".join(filter(None, (_text(message.get("content")) for message in messages if message.get("role") == "assistant")))
+
+
+def _text(content: Any) -> str:
+    """Returns a message's text, or that of its parts."""
+    if not isinstance(content, list):
+        return str(content or "")
+    parts = [cast("Mapping[str, Any]", part) for part in cast("list[Any]", content) if isinstance(part, Mapping)]
+    return "\n".join(str(part["text"]) for part in parts if "text" in part)

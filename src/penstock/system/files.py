@@ -44,7 +44,7 @@ def load_key(path: Path, *, loss: str, text: bool = False) -> bytes:
     """Return the key in the file `path`. The first call creates it, readable by its owner only.
 
     It is made of random bytes, or with `text` of URL-safe letters, and is on disk before anyone sees it. A file that is empty, cut
-    short or all zeros is refused, since anybody could know such a key; `loss` tells in the error what follows if it is removed.
+    short or all zeros is refused, `loss` says in the error what is lost if the file is removed.
     """
     try:
         if not path.exists():
@@ -68,7 +68,7 @@ def check_key(key: bytes, problem: str, remedy: str) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Generator[Path]:
-    """Yield a draft path beside `path` for the caller to write; a file written there replaces `path` at the end."""
+    """Yields a draft path in the folder of `path` for the caller to write; a file written there replaces `path` at the end."""
     with _draft(path) as draft:
         yield draft
         publish(draft, path)
@@ -156,7 +156,7 @@ def _sync_names(folder: Path) -> None:
 
 @contextmanager
 def _draft(path: Path) -> Generator[Path]:
-    """A path beside `path`, so that the rename stays on one disk. It is random: two processes may write the same file at once."""
+    """A path in the folder of `path`, so that the rename stays on one disk. Random: two processes may write the same file."""
     draft = path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}.part")
     try:
         yield draft

@@ -1,6 +1,6 @@
 """The C library's heap of a process that works with large tensors in several threads.
 
-glibc gives each thread a heap of its own and keeps what was freed there: a process in which one thread samples and another trains
+glibc gives each thread its own heap and keeps what was freed there: a process in which one thread samples and another trains
 holds the peaks of both for good. With one heap for all, each uses what the other freed. Elsewhere these functions do nothing.
 """
 

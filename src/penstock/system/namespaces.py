@@ -1,4 +1,4 @@
-"""Confinement of this process itself, in Linux namespaces of its own: for a forked process that must not start another program.
+"""Confinement of this process in its own Linux namespaces: for a forked process that must not start another program.
 
 After `confine_process`, hidden files are covered, other processes cannot be read, whoever owns them, and the capabilities to change
 that are gone, for good and for everything that this process starts. It stays the same process, with the same id and the same user.

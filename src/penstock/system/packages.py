@@ -1,14 +1,14 @@
-"""How to install the packages of one of our extras: by their own names, as `penstock` on the public index is another project."""
+"""How to install the packages of one of our extras, by their own names."""
 
 from importlib import metadata
 
 
-def install_command(*extras: str) -> str:
+def install_command(*extras: str, wheel: str = "penstock-rl") -> str:
     """Returns a `pip install` line that works anywhere; one for a checkout if our own metadata is not installed."""
     from packaging.requirements import Requirement  # slow to import, for a line that few commands print
 
     try:
-        declared = [Requirement(text) for text in metadata.requires("penstock") or ()]
+        declared = [Requirement(text) for text in metadata.requires(wheel) or ()]
     except metadata.PackageNotFoundError:
         declared = []
     wanted = [each for each in declared if each.marker and any(each.marker.evaluate({"extra": extra}) for extra in extras)]

@@ -91,7 +91,7 @@ def run_module(
 
 
 def spawn_detached(command: list[str], *, log: Path, stdin: int | None = None) -> int:
-    """Start a process that outlives this one, in a session of its own so that no Ctrl-C here reaches it; returns its id."""
+    """Start a process that outlives this one, in its own session so that no Ctrl-C here reaches it; returns its id."""
     source = (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0) if stdin is None else (os.POSIX_SPAWN_DUP2, stdin, 0)
     output = (os.POSIX_SPAWN_OPEN, 1, str(log), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     return os.posix_spawn(
@@ -106,7 +106,7 @@ def spawn_detached(command: list[str], *, log: Path, stdin: int | None = None) -
 
 
 async def start_child(module: str, settings: bytes, *, stderr: IO[bytes] | None = None, pass_fds: Sequence[int] = ()) -> Process:
-    """Start a serving child in a session of its own and send it its settings."""
+    """Starts a serving child in its own session and send it its settings."""
     command = module_command(module)
     process = await asyncio.create_subprocess_exec(
         *command, stdin=PIPE, stdout=PIPE, stderr=stderr, pass_fds=pass_fds, start_new_session=True

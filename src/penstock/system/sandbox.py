@@ -5,8 +5,8 @@
     process = subprocess.Popen(command.argv, cwd=folder, start_new_session=True, **command.options)
     code = sandbox.exit_code(process.wait())
 
-`bubblewrap` (Linux, the program `bwrap`): the program sees the same files without the hidden ones, has processes of its own only,
-and lacks the capabilities to change that. `user` (as root): it runs under a user id of its own, which must not be able to read the
+`bubblewrap` (Linux, the program `bwrap`): the program sees the same files without the hidden ones, has only its own processes,
+and lacks the capabilities to change that. `user` (as root): it runs under a separate user id, which must not be able to read the
 hidden files. Signals to its process group, exit codes and the terminal work as without a sandbox.
 """
 
@@ -172,7 +172,7 @@ def _bubblewrap() -> list[str]:
         line += ["--dev-bind-try", device, device]
     if os.geteuid() == 0:
         line += ["--ro-bind-try", "/sys", "/sys", "--cap-drop", "ALL"]
-        for capability in (*ROOT_CAPABILITIES, "SETFCAP"):  # without it, root could not make a sandbox of its own in here
+        for capability in (*ROOT_CAPABILITIES, "SETFCAP"):  # without it, root could not make a sandbox in here
             line += ["--cap-add", f"CAP_{capability}"]
     return line
 
@@ -208,7 +208,7 @@ def _inner(argv: Sequence[str]) -> list[str]:
     return [sys.executable, "-I", "-S", "-c", _RESET_SIGNALS, *argv]
 
 
-# A user id of its own
+# A separate user id
 
 
 def _why_not_user(needs: tuple[str, ...]) -> str:

@@ -13,14 +13,17 @@ The last token of a sequence is predicted but never read, so it is not laid out.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, compress
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.records import Sequence
+
+if TYPE_CHECKING:  # pages that show credit import this without torch
+    from torch import Tensor
 
 CPU_TOKENS_PER_PASS = 1024
 """Enough for a CPU: larger passes only take more memory there."""
@@ -100,6 +103,17 @@ class PassSet:
     passes: tuple[Pass, ...]
 
 
+class ValueTargets(NamedTuple):
+    """What the value head is trained on with a batch's first update. Tokens are in the order of the sequences."""
+
+    states: "Tensor"
+    """[trained tokens, hidden]"""
+    returns: "Tensor"
+    """[trained tokens]"""
+    error: float
+    """Mean squared, before that update."""
+
+
 class TokenOwners(NamedTuple):
     """Per token of a batch's sequences, [tokens]: numbers that are the same for all trained tokens of one."""
 
@@ -120,6 +134,7 @@ class Batch:
     sequences: tuple[Sequence, ...]
     """What was packed."""
     tokens_per_pass: int
+    value_targets: "ValueTargets | None" = None
 
     @property
     def trained_tokens(self) -> int:
@@ -132,7 +147,8 @@ class Batch:
 
     def repacked(self, tokens_per_pass: int) -> "Batch":
         """Returns the same terms in passes of another size, and thus in another order."""
-        return pack(self.sequences, rollouts=self.rollouts, tokens_per_pass=tokens_per_pass, shared_prefix=not self.flat)
+        made = pack(self.sequences, rollouts=self.rollouts, tokens_per_pass=tokens_per_pass, shared_prefix=not self.flat)
+        return replace(made, value_targets=self.value_targets)
 
     def term_numbers(self) -> list[int]:
         """Returns which token each term is, counted over all sequences, in the order of computation."""
@@ -144,6 +160,13 @@ class Batch:
         if not parts:
             return NO_TERMS
         return LossTerms(*(np.concatenate([getattr(part, name) for part in parts]) for name in LossTerm._fields))
+
+    def recomputed(self) -> npt.NDArray[np.bool_] | None:
+        """Returns which terms have no known log-probability, in the order of computation; None if all have one."""
+        if not any(sequence.recomputed for sequence in self.sequences):
+            return None
+        flags = [sequence.recomputed or (False,) * len(sequence.token_ids) for sequence in self.sequences]
+        return np.concatenate(flags)[self.columns().token]
 
     def owners(self) -> "TokenOwners":
         """Returns which sequence, and which turn of it, each token is of; -1 where not trained."""

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from penstock.engines.embedded.decoder import Decoder, causal
 from penstock.engines.token_sets import unpack_sets
 from penstock.train.batches import LossTerm, Pass, PassRow
-from penstock.train.transfer import to_device
+from penstock.train.device import to_device
 
 MAX_PADDING = 1.25
 """Largest ratio of padded to real work in a block. Higher means fewer calls but more work on padding."""

@@ -1,13 +1,12 @@
 """The learner: computes gradients from a batch, and updates the weights in place.
 
 Trainer and engine share the decoder's parameters. `compute` only reads them, so it may run in a thread while the engine decodes.
-Only `apply` writes them; call it inside `engine.swap`.
-"""
+Only `apply` writes them; call it inside `engine.swap`."""
 
 import copy
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -21,24 +20,21 @@ import torch
 from torch import Tensor
 
 from penstock.config import TrainSection
-from penstock.engines.adapter_files import AdapterConfig, model_digest
+from penstock.engines.checkpoint_files import AdapterConfig, model_digest
 from penstock.engines.embedded.decoder import Decoder
 from penstock.engines.embedded.lora import Adapter, read_adapter, share_decoder
 from penstock.engines.embedded.weights import load_decoder, read_weights, save_decoder
 from penstock.errors import TrainError
 from penstock.records import Sequence
-from penstock.train.advantages.base import SequenceTokens, needs_of
+from penstock.train.advantages.base import SequenceTokens
 from penstock.train.algorithm import Advantage, load_advantage, load_loss
-from penstock.train.batches import CPU_TOKENS_PER_PASS, Batch, PassSet, pack
-from penstock.train.compiling import is_compile_error
+from penstock.train.batches import CPU_TOKENS_PER_PASS, Batch, PassSet, ValueTargets, pack
+from penstock.train.device import PassMemory, is_compile_error, to_device
 from penstock.train.forward import EagerForward, PassForward, ScoredTerms
-from penstock.train.losses.base import ESTIMATORS, Loss, LossTokens, takes_whole_sequences
-from penstock.train.masters import MasterWeights
-from penstock.train.memory import PassMemory
-from penstock.train.optimizers import make_optimizer
-from penstock.train.schedules import lr_share
+from penstock.train.losses.base import ESTIMATORS, Loss, LossTokens
+from penstock.train.optim import KINDS, AdamW, lr_share, make_optimizer
+from penstock.train.precision import MasterWeights
 from penstock.train.teachers import ServedTeacher
-from penstock.train.value_head import ValueHead
 
 MAX_HALVINGS = 6
 """An update fails if memory still runs out after so many halvings of what a pass may take."""
@@ -114,6 +110,54 @@ class UpdateResult(NamedTuple):
     """[trained tokens]: log-probabilities before the first update on this batch. Pass them to `compute` for the next update."""
     entropy: Tensor
     """[trained tokens]: of the distributions that this update was computed from."""
+    value_targets: ValueTargets | None = None
+    """Of a batch's first update: what `apply` trains the value head on."""
+
+
+class CreditedTokens(NamedTuple):
+    sequences: list[Sequence]
+    value_targets: ValueTargets | None
+    """None without a value head."""
+
+
+class ValueHead:
+    """What a rollout is expected to earn from here on, read from the policy's last hidden states by one linear layer in float32.
+
+    Hidden states pass no gradient on, so the policy is trained by its own loss alone. The targets are the rewards themselves,
+    summed to the end: a head that is trained on its own guesses starts from nothing and is slow (VC-PPO, arXiv 2503.01491).
+    """
+
+    def __init__(self, hidden: int, *, lr: float, updates: int, device: torch.device) -> None:
+        self.weights = {"weight": torch.zeros(hidden, device=device), "bias": torch.zeros(1, device=device)}
+        self._optimizer, self._updates = AdamW(self.weights, lr=lr, weight_decay=0.0), updates
+
+    def __call__(self, states: Tensor) -> Tensor:
+        """[tokens, hidden] → [tokens]."""
+        return states.float() @ self.weights["weight"] + self.weights["bias"]
+
+    def fit(self, states: Tensor, returns: Tensor) -> float:
+        """Takes its updates towards `returns`; returns the mean squared error before the first."""
+        first = 0.0
+        for update in range(self._updates):
+            error = self(states) - returns
+            first = float(error.square().mean()) if update == 0 else first
+            self.weights["weight"].grad = error @ states.float() / len(error)
+            self.weights["bias"].grad = error.mean().unsqueeze(0)
+            self._optimizer.step()
+        return first
+
+    def state(self) -> dict[str, Tensor]:
+        kept = {f"value.{name}": weight for name, weight in self.weights.items()}
+        return kept | {f"value.{kind}.{name}": t for name, kinds in self._optimizer.state.items() for kind, t in kinds.items()}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restores the result of `state`; leaves the head as it is if there is none."""
+        if "value.weight" not in tensors:
+            return
+        for name, weight in self.weights.items():
+            weight.copy_(tensors[f"value.{name}"])
+        started = [name for name in self.weights if f"value.step.{name}" in tensors]
+        self._optimizer.load({name: {kind: tensors[f"value.{kind}.{name}"] for kind in KINDS} for name in started})
 
 
 class Learner:
@@ -139,7 +183,7 @@ class Learner:
         """
         self.section, self.adapter, self._teacher = section, adapter, teacher
         self.decoder = decoder if adapter is None else share_decoder(decoder)
-        self._loss: Callable[[LossTokens], Loss] = load_loss(section)
+        self._loss = load_loss(section)
         self._moving: Mapping[str, Tensor] = {}
         """The weights of a moving reference."""
         self._reference = self._reference_policy() if section.kl > 0 else None
@@ -156,7 +200,6 @@ class Learner:
         """Always the same one: cuDNN prepares for each shape once per thread."""
         self._optimizer = make_optimizer(self._masters, section)
         self._value_head = self._make_value_head()
-        self._value_targets: _ValueTargets | None = None
 
     def _reference_policy(self) -> Decoder:
         """A copy of the decoder; without a copy of the weights if these are not trained."""
@@ -174,9 +217,9 @@ class Learner:
 
     def _make_value_head(self) -> ValueHead | None:
         advantage = load_advantage(self.section)
-        if "values" not in needs_of(advantage):
+        if "values" not in advantage.needs:
             return None
-        settings: Any = getattr(advantage, "settings", None)
+        settings = advantage.settings
         lr, updates = getattr(settings, "value_lr", VALUE_LR), getattr(settings, "value_updates", VALUE_UPDATES)
         return ValueHead(self.decoder.shape.hidden, lr=lr, updates=updates, device=self.decoder.device)
 
@@ -210,14 +253,15 @@ class Learner:
         """The share of the last update that reached the weights as they are served; 1 in float32. See `MasterWeights.publish`."""
         return float(self._served_share)
 
-    def pack(self, sequences: Iterable[Sequence], *, rollouts: int) -> Batch:
+    def pack(self, sequences: Iterable[Sequence], *, rollouts: int, value_targets: ValueTargets | None = None) -> Batch:
         """Lays out `sequences` for `compute`, in passes that fit into memory."""
         limit, memory = self.section.tokens_per_pass, self._memory
         if limit == "auto":
             limit = CPU_TOKENS_PER_PASS if memory is None else memory.tokens_per_pass(self._reserved())
         elif memory is not None:
             limit = max(1, limit >> memory.halvings)
-        return pack(sequences, rollouts=rollouts, tokens_per_pass=limit, shared_prefix=self.section.shared_prefix)
+        made = pack(sequences, rollouts=rollouts, tokens_per_pass=limit, shared_prefix=self.section.shared_prefix)
+        return replace(made, value_targets=value_targets)
 
     def compute(self, batch: Batch, proximal: Tensor | None = None) -> UpdateResult:
         """Computes the gradients of the batch's loss and clips them, for `apply`. Raises TrainError if they are not finite.
@@ -269,8 +313,8 @@ class Learner:
         log.warning("layers cannot be compiled here, so updates are slower: %s", str(cause).strip().partition("\n")[0])
 
     def _compute(self, batch: Batch, proximal: Tensor | None) -> UpdateResult:
-        self._zero_gradients()
-        whole = self._whole_loss(batch, proximal) if takes_whole_sequences(self._loss) else None
+        self.zero()
+        whole = self._whole_loss(batch, proximal) if self._loss.whole_sequences else None
         parts: list[_ChunkResult] = []
         for pass_set in batch.pass_sets:
             parts += self._backward_set(pass_set, batch, proximal, whole, done=sum(len(part.tokens.new) for part in parts))
@@ -279,8 +323,9 @@ class Learner:
         norm = torch.nn.utils.clip_grad_norm_(self._masters.values(), self.section.grad_clip)
         halvings = 0 if self._memory is None else self._memory.halvings
         metrics = replace(_metrics(parts, batch, grad_norm=float(norm)), memory_halvings=halvings, lr=self.lr)
-        if self._value_targets is not None:
-            metrics = replace(metrics, value_error=self._value_targets.error)
+        targets = batch.value_targets if proximal is None else None
+        if targets is not None:
+            metrics = replace(metrics, value_error=targets.error)
         if not (math.isfinite(metrics.loss) and math.isfinite(metrics.grad_norm)):
             self.zero()
             raise TrainError(
@@ -288,11 +333,11 @@ class Learner:
                 "resume from the last checkpoint with a lower train.lr"
             )
         before = torch.cat([part.tokens.new for part in parts]) if proximal is None else proximal
-        return UpdateResult(metrics, before, torch.cat([part.entropy for part in parts]))
+        return UpdateResult(metrics, before, torch.cat([part.entropy for part in parts]), targets)
 
     def credit_tokens(
         self, sequences: SequenceOf[Sequence], rewards: SequenceOf[list[float]], advantage: Advantage
-    ) -> list[Sequence]:
+    ) -> CreditedTokens:
         """Returns the sequences with the credit that an advantage of tokens gives, from the `rewards` of their trained tokens."""
         if self._thread is None:
             return self._credit_tokens(sequences, rewards, advantage)
@@ -300,9 +345,9 @@ class Learner:
 
     def _credit_tokens(
         self, sequences: SequenceOf[Sequence], rewards: SequenceOf[list[float]], advantage: Advantage
-    ) -> list[Sequence]:
-        values = self._expect(sequences, rewards, getattr(getattr(advantage, "settings", None), "discount", 1.0))
-        judged = self._judge(sequences, needs_of(advantage))
+    ) -> CreditedTokens:
+        values, targets = self._expect(sequences, rewards, getattr(advantage.settings, "discount", 1.0))
+        judged = self._judge(sequences, advantage.needs)
         tokens = [
             SequenceTokens(
                 rollout_id=sequence.rollout_id,
@@ -311,11 +356,13 @@ class Learner:
                 logprobs=list(compress(sequence.logprobs, sequence.trained)),
                 values=expected,
                 teacher=teacher,
+                recomputed=list(compress(sequence.recomputed, sequence.trained)),
             )
             for sequence, earned, expected, teacher in zip(sequences, rewards, values, judged, strict=True)
         ]
         credit = zip(sequences, advantage(tokens), strict=True)
-        return [replace(sequence, advantages=_placed(sequence, values)) for sequence, values in credit]
+        made = [replace(sequence, advantages=_placed(sequence, values)) for sequence, values in credit]
+        return CreditedTokens(made, targets)
 
     def _judge(self, sequences: SequenceOf[Sequence], needs: Collection[str]) -> list[list[float]]:
         """Returns the teacher's log-probabilities of the trained tokens of each sequence, where they are needed."""
@@ -328,18 +375,20 @@ class Learner:
         batch = self.pack(sequences, rollouts=1)
         return _by_sequence(self.logprobs(batch, self._teacher), batch, sequences)
 
-    def _expect(self, sequences: SequenceOf[Sequence], rewards: SequenceOf[list[float]], discount: float) -> list[list[float]]:
-        """Returns what the value head expects at each trained token, and keeps what it is to be trained on."""
+    def _expect(
+        self, sequences: SequenceOf[Sequence], rewards: SequenceOf[list[float]], discount: float
+    ) -> tuple[list[list[float]], ValueTargets | None]:
+        """Returns what the value head expects at each trained token, and what it is to be trained on."""
         if self._value_head is None:
-            return [[] for _ in sequences]
+            return [[] for _ in sequences], None
         batch = self.pack(sequences, rollouts=1)
         order = np.argsort(batch.columns().token)  # trained tokens in the order of the sequences
         states = self._states(batch)[torch.from_numpy(order).to(self.decoder.device)]  # pyright: ignore[reportUnknownMemberType]
         expected = self._value_head(states)
         returns = torch.tensor([value for each in rewards for value in _to_go(each, discount)], device=states.device)
-        self._value_targets = _ValueTargets(states, returns, float((expected - returns).square().mean()))
+        targets = ValueTargets(states, returns, float((expected - returns).square().mean()))
         flat = iter(cast("list[float]", expected.tolist()))
-        return [[next(flat) for _ in each] for each in rewards]
+        return [[next(flat) for _ in each] for each in rewards], targets
 
     @torch.no_grad()
     def _states(self, batch: Batch) -> Tensor:
@@ -362,15 +411,18 @@ class Learner:
         gaps = ESTIMATORS[self.section.kl_estimator](sampled, self.logprobs(batch, self._reference))
         return _by_sequence(gaps, batch, sequences)
 
-    def apply(self) -> None:
-        """Takes one optimizer step in place; does nothing without gradients."""
+    def apply(self, update: UpdateResult | None = None) -> None:
+        """Takes one optimizer step in place, with the gradients that `compute` left; does nothing without any.
+
+        `update` is what `compute` returned; the value head is trained on its targets.
+        """
         if any(master.grad is not None for master in self._masters.values()):
             self._optimizer.lr = self.lr
             self._optimizer.step()
             self.publish()
             self._move_reference()
-            if self._value_head is not None and self._value_targets is not None:
-                self._value_head.fit(self._value_targets.states, self._value_targets.returns)
+            if self._value_head is not None and update is not None and update.value_targets is not None:
+                self._value_head.fit(update.value_targets.states, update.value_targets.returns)
         self.zero()
 
     @torch.no_grad()
@@ -389,10 +441,7 @@ class Learner:
         return all(bool(torch.isfinite(weight).all()) for weight in self._weights.values())
 
     def zero(self) -> None:
-        self._value_targets = None
-        self._zero_gradients()
-
-    def _zero_gradients(self) -> None:
+        """Drops the gradients of an update."""
         for weight, master in zip(self._weights.values(), self._masters.values(), strict=True):
             weight.grad = master.grad = None
 
@@ -455,10 +504,11 @@ class Learner:
             return torch.from_numpy(values).to(device)  # pyright: ignore[reportUnknownMemberType]
 
         old = new.detach() if proximal is None else proximal
+        unknown = batch.recomputed()
         tokens = LossTokens(
             new,
             old,
-            _behaviour(tensor(columns.logprob).float(), old),
+            _behaviour(tensor(columns.logprob).float(), old, None if unknown is None else tensor(unknown)),
             tensor(columns.advantage).float(),
             tensor(owners.sequence[columns.token]),
             tensor(owners.turn[columns.token]),
@@ -490,7 +540,7 @@ class Learner:
         trunk = forward.trunk_states(pass_set.trunk)
         leaves = [(k.detach().requires_grad_(), v.detach().requires_grad_()) for k, v in trunk]
         parts: list[_ChunkResult] = []
-        start = done
+        start, unknown = done, batch.recomputed()
         for one in pass_set.passes:
             for terms in forward.scored(one, leaves, len(pass_set.trunk)):
                 span = slice(done, done + len(terms.logprobs))
@@ -498,6 +548,9 @@ class Learner:
                 old = None if proximal is None else proximal[span]
                 reference = None if references is None else references[span.start - start : span.stop - start]
                 part = None if whole is None else whole.part(span)
+                if unknown is not None:
+                    own = terms.logprobs.detach() if old is None else old
+                    terms = terms._replace(behaviour=_behaviour(terms.behaviour, own, to_device(unknown[span], own.device)))
                 parts.append(self._backward_terms(terms, old, reference, part, rollouts=batch.rollouts))
         ends = [
             (end, leaf.grad) for pair, copies in zip(trunk, leaves, strict=True) for end, leaf in zip(pair, copies, strict=True)
@@ -518,7 +571,7 @@ class Learner:
         """Computes the loss of a chunk, and its gradients. `whole` has them already, where the loss is one of sequences."""
         new = terms.logprobs  # [terms], as all below
         old = new.detach() if proximal is None else proximal
-        tokens = LossTokens(new, old, _behaviour(terms.behaviour, old), terms.advantages)
+        tokens = LossTokens(new, old, terms.behaviour, terms.advantages)
         loss = self._loss(tokens) if whole is None else whole.loss
         penalty = torch.zeros_like(new) if reference is None else ESTIMATORS[self.section.kl_estimator](new, reference)
         weights = (terms.weights / rollouts).float()
@@ -585,16 +638,6 @@ def is_machine_error(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and ("allocate memory" in str(error) or "CUDA error" in str(error))
 
 
-class _ValueTargets(NamedTuple):
-    """What the value head is trained on once the update is applied."""
-
-    states: Tensor
-    """[trained tokens, hidden]"""
-    returns: Tensor
-    """[trained tokens]"""
-    error: float
-
-
 class _WholeLoss(NamedTuple):
     """A loss of whole sequences. Tensors are [trained tokens]."""
 
@@ -606,9 +649,9 @@ class _WholeLoss(NamedTuple):
         return _WholeLoss(Loss(*(each[span] for each in self.loss)), self.slopes[span])
 
 
-def _behaviour(recorded: Tensor, own: Tensor) -> Tensor:
-    """Returns what was recorded, and the learner's own log-probabilities where that is infinite; see `sequences`."""
-    return torch.where(recorded.isposinf(), own, recorded)
+def _behaviour(recorded: Tensor, own: Tensor, unknown: Tensor | None) -> Tensor:
+    """Returns the recorded log-probabilities, and the learner's own where these are unknown."""
+    return recorded if unknown is None else torch.where(unknown, own, recorded)
 
 
 class _ChunkResult(NamedTuple):

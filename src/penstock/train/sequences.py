@@ -13,7 +13,7 @@ from typing import NamedTuple
 from penstock.codec import extend_ids_hash
 from penstock.engines.token_sets import in_set
 from penstock.errors import TrainError
-from penstock.records import BEHAVIOUR_UNKNOWN, Attempt, Group, Node, Sequence, Step
+from penstock.records import BEHAVIOUR_UNKNOWN, Group, Node, Rollout, Sequence, Step
 from penstock.train.advantages.base import Credit, credit_by_step
 
 PICTURE_IN_CONTEXT = "picture_in_context"
@@ -74,7 +74,7 @@ class Graph(NamedTuple):
         return path[::-1]
 
 
-def exactness(*attempts: Attempt) -> Exactness:
+def exactness(*attempts: Rollout) -> Exactness:
     """Checks every step's record: columns are aligned, numbers are possible, and the context matches its digest."""
     sampled, unhashed = 0, 0
     inexact: Counter[str] = Counter()
@@ -85,7 +85,7 @@ def exactness(*attempts: Attempt) -> Exactness:
             sampled += size
             if reason := flaws.get(step.index):
                 inexact += Counter({reason: size})  # += drops counts of 0
-            elif not step.context:
+            elif not step.context_digest:
                 unhashed += size
     return Exactness(sampled - inexact.total(), sampled, inexact, unhashed)
 
@@ -95,12 +95,12 @@ def sampled_tokens(step: Step) -> int:
     return max(len(step.completion_ids), len(step.logprobs), len(step.versions))
 
 
-def behaviour_unknown_tokens(*attempts: Attempt) -> int:
+def behaviour_unknown_tokens(*attempts: Rollout) -> int:
     """Counts the sampled tokens whose engine did not tell the probabilities that it sampled with."""
     return sum(len(step.completion_ids) for attempt in attempts for step in attempt.steps if not step.behaviour_known)
 
 
-def breaks(*attempts: Attempt) -> Counter[str]:
+def breaks(*attempts: Rollout) -> Counter[str]:
     """Counts, by reason, how often messages were rendered from scratch although the rollout had earlier steps.
 
     Tokens sampled after a break are still exact: they are trained under the new rendering.
@@ -108,7 +108,7 @@ def breaks(*attempts: Attempt) -> Counter[str]:
     return Counter(node.reason for attempt in attempts for node in attempt.nodes if node.reason)
 
 
-def read_graph(attempt: Attempt) -> Graph:
+def read_graph(attempt: Rollout) -> Graph:
     """Returns the token graph with its flaws. Takes time linear in its tokens, however many paths share them."""
     nodes = {node.id: node for node in attempt.nodes}
     steps = {step.index: step for step in sorted(attempt.steps, key=lambda step: step.index)}
@@ -181,8 +181,8 @@ def _flaw(step: Step, node: Node) -> str | None:
 
 def _difference(step: Step, digest: str, *, flawed: bool) -> str | None:
     """Returns what is wrong with the context of a step; `flawed`: its parent has a flaw."""
-    if step.context:
-        return None if digest == step.context else "context_differs"
+    if step.context_digest:
+        return None if digest == step.context_digest else "context_differs"
     return "context_flawed" if flawed else None
 
 
@@ -233,16 +233,16 @@ def sequences(
     every rollout counts the same. If all advantages are 0, the group adds no sequences and no rollouts to the mean of the loss,
     unless `without_credit`, which keeps tokens whose credit is 0, as they get another one later.
 
-    A step whose engine did not tell with which probability it sampled is masked or, with `recompute`, trained with infinity in
-    place of its log-probabilities: the learner puts in its own. A step whose tokens were not chosen from all is masked, unless
+    A step whose engine did not report with which probability it sampled is masked or, with `recompute`, trained with
+    the learner's own log-probabilities in place of the engine's. A step whose tokens were not chosen from all is masked, unless
     `replay` knows what they were chosen from.
     """
     credit = list(advantages)
     if len(credit) != len(group.graded):
         raise TrainError(f"group {group.id} has {len(group.graded)} graded rollouts but was given {len(credit)} advantages")
     by_step = [_checked_credit(group, attempt, each) for attempt, each in zip(group.graded, credit, strict=True)]
-    out = sum(attempt.curated_out for attempt in group.attempts)
-    counts = Counter({"ungraded": len(group.attempts) - len(credit) - out, "curated": out})
+    out = sum(attempt.curated_out for attempt in group.rollouts)
+    counts = Counter({"ungraded": len(group.rollouts) - len(credit) - out, "curated": out})
     taught = without_credit or any(value for each in by_step for value in each.values()) or _any_number(credit)
     if not credit or not taught:
         counts["groups_equal" if credit else "groups_ungraded"] += 1
@@ -275,7 +275,7 @@ def _any_number(credit: list[Credit]) -> bool:
     return any(each for each in credit if isinstance(each, int | float))
 
 
-def _checked_credit(group: Group, attempt: Attempt, credit: Credit) -> dict[int, float]:
+def _checked_credit(group: Group, attempt: Rollout, credit: Credit) -> dict[int, float]:
     by_step = credit_by_step(attempt, credit)
     numbers = [*by_step.values(), *([credit] if isinstance(credit, int | float) else [])]
     if not all(math.isfinite(value) for value in numbers):
@@ -284,7 +284,7 @@ def _checked_credit(group: Group, attempt: Attempt, credit: Credit) -> dict[int,
 
 
 def _of_attempt(
-    attempt: Attempt,
+    attempt: Rollout,
     graph: Graph,
     reasons: Mapping[int, str | None],
     advantages: Mapping[int, float],
@@ -311,7 +311,7 @@ def _of_attempt(
 
 
 def step_masks(
-    attempt: Attempt, graph: Graph, credit: Credit, *, without_credit: bool = False, recompute: bool = False
+    attempt: Rollout, graph: Graph, credit: Credit, *, without_credit: bool = False, recompute: bool = False
 ) -> dict[int, str | None]:
     """Returns, for each step of a graded rollout, why its tokens are not trained; None if they are."""
     qualities, advantages = _qualities(attempt), credit_by_step(attempt, credit)
@@ -328,7 +328,7 @@ def _mask(step: Step, advantage: float, graph: Graph, quality: float, *, recompu
     return why_untrainable(step, graph) or without_credit or unknown
 
 
-def _qualities(attempt: Attempt) -> dict[int, float]:
+def _qualities(attempt: Rollout) -> dict[int, float]:
     """Returns the factor of each step's advantage: 0 if a curator removed the step."""
     marks = {mark.step: mark for mark in attempt.marks}
     whole = marks[None].quality if None in marks else 1.0
@@ -337,7 +337,7 @@ def _qualities(attempt: Attempt) -> dict[int, float]:
 
 
 def _sequence(
-    attempt: Attempt,
+    attempt: Rollout,
     graph: Graph,
     path: list[int],
     credit: dict[int, float],
@@ -357,18 +357,22 @@ def _sequence(
         ids += step.completion_ids
     trained, logprobs, versions = [False] * len(ids), [0.0] * len(ids), [-1] * len(ids)
     temperatures, advantages, steps = [1.0] * len(ids), [0.0] * len(ids), [-1] * len(ids)
+    unknown = [False] * len(ids) if not all(step.behaviour_known for _, step in credited) else []
     limits = [b""] * len(ids) if any(step.index in allowed for _, step in credited) else []
     for reply, step in credited:
         size = len(step.completion_ids)
         steps[reply] = [step.index] * size
-        behaviour = step.logprobs if step.behaviour_known else [math.inf] * size
-        trained[reply], logprobs[reply], versions[reply] = [True] * size, behaviour, step.versions
+        trained[reply], versions[reply] = [True] * size, step.versions
+        if step.behaviour_known:
+            logprobs[reply] = step.logprobs
+        else:
+            unknown[reply] = [True] * size
         temperatures[reply], advantages[reply] = [step.sampling.temperature] * size, [credit[step.index]] * size
         if step.index in allowed:
             limits[reply] = allowed[step.index]
     return Sequence(
-        rollout_id=attempt.rollout.id,
-        group_id=attempt.rollout.group_id,
+        rollout_id=attempt.ref.id,
+        group_id=attempt.ref.group_id,
         token_ids=tuple(ids),
         trained=tuple(trained),
         logprobs=tuple(logprobs),
@@ -377,5 +381,6 @@ def _sequence(
         weight=weight,
         versions=tuple(versions),
         steps=tuple(steps),
+        recomputed=tuple(unknown),
         allowed=tuple(limits),
     )

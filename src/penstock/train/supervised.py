@@ -16,7 +16,7 @@ import orjson
 
 from penstock.chat.renderer import Renderer
 from penstock.config import TrainSection
-from penstock.engines.adapter_files import model_digest
+from penstock.engines.checkpoint_files import model_digest
 from penstock.engines.embedded.engine import pick_device, pick_dtype
 from penstock.engines.embedded.lora import merge_adapter
 from penstock.engines.embedded.weights import load_decoder
@@ -25,8 +25,8 @@ from penstock.records import Group, PolicyVersion
 from penstock.records import Sequence as TrainingSequence
 from penstock.system.files import write_file
 from penstock.system.locks import FileLock
+from penstock.train.checkpoints import find_intact, restore, save, write_model
 from penstock.train.learner import Learner, make_learner
-from penstock.train.policy import find_intact, restore, save, write_model
 from penstock.train.sequences import sequences
 
 PART, LOSSES = ".part", "losses.json"
@@ -65,7 +65,7 @@ async def good_rollouts(pages: AsyncIterator[list[Group]], *, min_reward: float)
     async for groups in pages:
         for group in groups:
             credit = [float(reward >= min_reward) for reward in group.rewards]
-            left_out["ungraded"] += len(group.attempts) - len(credit)
+            left_out["ungraded"] += len(group.rollouts) - len(credit)
             left_out[f"reward below {min_reward:g}"] += credit.count(0.0)
             by_rollout: dict[str, list[TrainingSequence]] = {}
             for sequence in sequences(group, credit).sequences:
@@ -155,7 +155,7 @@ def train_supervised(
 ) -> SupervisedResult:
     """Writes to `out` the model that `model` becomes; an adapter is merged into it.
 
-    It is saved every `save_s` seconds and once `stopped`; the same call goes on from there. ConfigError if there is nothing to
+    It is saved every `save_s` seconds and once `stopped`; the same call resumes there. ConfigError if there is nothing to
     learn from, `out` is there already, or another process is making it.
     """
     if not examples.conversations:
@@ -202,7 +202,7 @@ def train_supervised(
 
 
 class _Saved:
-    """Checkpoints of a training that goes on, with the losses so far."""
+    """Checkpoints of a training in progress, with the losses so far."""
 
     def __init__(self, folder: Path, learner: Learner, model: Path, *, run: str) -> None:
         self._folder, self._learner, self._model, self._run = folder, learner, model, run
@@ -229,7 +229,7 @@ class _Saved:
 
 
 def _identity(model: Path, rounds: Iterable[list[list[TrainingSequence]]], section: TrainSection, seed: int) -> str:
-    """Of all that decides the result, so that only the same training goes on from a checkpoint."""
+    """Of all that decides the result, so that only the same training resumes from a checkpoint."""
     digest = blake2b(f"{model_digest(model)} {seed} {section.model_dump_json()}".encode(), digest_size=16)
     for chosen in rounds:
         digest.update(orjson.dumps([[(each.token_ids, each.trained, each.weight) for each in one] for one in chosen]))
@@ -237,7 +237,7 @@ def _identity(model: Path, rounds: Iterable[list[list[TrainingSequence]]], secti
 
 
 def _write(learner: Learner, model: Path, part: Path, out: Path) -> None:
-    """Makes the model folder beside the checkpoints, then puts it in place of them."""
+    """Makes the model folder next to the checkpoints, then puts it in place of them."""
     adapter, whole = part / "adapter", part / "model"
     for folder in (adapter, whole):
         shutil.rmtree(folder, ignore_errors=True)

@@ -74,8 +74,8 @@ class ServedTeacher:
         body = {"model": self._model, "prompt": list(sequence.token_ids), "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
         answer = self._ask("/v1/completions", body)
         try:
-            told = answer["choices"][0]["prompt_logprobs"]
-            pairs = zip(sequence.token_ids, told, sequence.trained, strict=True)
+            reported = answer["choices"][0]["prompt_logprobs"]
+            pairs = zip(sequence.token_ids, reported, sequence.trained, strict=True)
             return [float(each[str(token)]["logprob"]) for token, each, trained in pairs if trained]
         except (LookupError, TypeError, ValueError) as cause:
             raise EngineError(
@@ -92,4 +92,4 @@ class ServedTeacher:
             text = cause.read(500).decode(errors="replace")
             raise EngineError(f"teacher at {self._url}{path} answered {cause.code}: {text}") from cause
         except (OSError, ValueError) as cause:
-            raise EngineError(f"teacher at {self._url} cannot be asked: {cause}; start it, the same command goes on") from cause
+            raise EngineError(f"teacher at {self._url} cannot be asked: {cause}; start it, the same command resumes") from cause

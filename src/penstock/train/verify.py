@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain, compress, count
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -19,15 +20,15 @@ from penstock.engines.embedded.decoder import Decoder, sees_pictures
 from penstock.engines.embedded.lora import load_policy
 from penstock.errors import ModelError, PoolError
 from penstock.pool.pictures import PictureStore
-from penstock.records import Attempt, Group, Node, Sequence, Step
+from penstock.records import Group, Node, Rollout, Sequence, Step
 from penstock.run.folder import RunFolder
 from penstock.run.recorded_run import RecordedRun
-from penstock.train import policy
-from penstock.train.allowed import AllowedReplay
+from penstock.train import checkpoints
 from penstock.train.batches import CPU_TOKENS_PER_PASS, pack
+from penstock.train.credit import group_of
 from penstock.train.forward import pass_logprobs, trunk_states
-from penstock.train.masters import round_as_served
-from penstock.train.policy_groups import group_of
+from penstock.train.precision import round_as_served
+from penstock.train.resources import AllowedReplay
 from penstock.train.sequences import Graph, ReplayedStep, breaks, chosen_from, read_graph, sampled_tokens, why_untrainable
 
 
@@ -42,17 +43,23 @@ class ProbedToken(NamedTuple):
     logprob: float
 
 
-class Probes(NamedTuple):
-    """The tokens to recompute under one version, and the sequences that contain them."""
+class ProbedSequence(NamedTuple):
+    """A sequence whose trained tokens are recomputed. No loss is computed from it."""
 
-    sequences: list[Sequence]
-    """Their `advantages` hold indices into `tokens`, because packing keeps advantages beside tokens. No loss is computed."""
+    sequence: Sequence
     tokens: list[ProbedToken]
+    """One for each trained token, in order."""
+
+
+class Probes(NamedTuple):
+    """The tokens to recompute under one version, in the sequences that contain them."""
+
+    sequences: list[ProbedSequence]
     problems: list[tuple[ProbedToken, str]]
     """Tokens that cannot be recomputed, as it is not known what they were chosen from, and why."""
 
 
-def count_versions(read: Iterable[tuple[Attempt, Graph]]) -> Counter[int]:
+def count_versions(read: Iterable[tuple[Rollout, Graph]]) -> Counter[int]:
     """Counts the tokens that each version sampled, in steps without a flaw."""
     counted: Counter[int] = Counter()
     for _, graph in read:
@@ -67,10 +74,10 @@ def unknown_grammar(step: Step) -> ReplayedStep:
 
 
 def make_probes(
-    read: Iterable[tuple[Attempt, Graph]], version: int, replay: Callable[[Step], ReplayedStep] = unknown_grammar
+    read: Iterable[tuple[Rollout, Graph]], version: int, replay: Callable[[Step], ReplayedStep] = unknown_grammar
 ) -> Probes:
     """Returns one sequence per path with tokens of `version`. A token on several paths is probed on the first only."""
-    probes = Probes([], [], [])
+    probes = Probes([], [])
     for attempt, graph in read:
         sampled = {i: step for i, step in graph.steps.items() if not step.replayed}  # others are probed in the rollout they repeat
         left = {i for i, step in sampled.items() if version in step.versions and i not in graph.flaws and i not in graph.pictured}
@@ -79,53 +86,43 @@ def make_probes(
             if found.problem:
                 left.remove(index)
                 probed = zip(graph.steps[index].versions, graph.steps[index].logprobs, strict=True)
-                tokens = [ProbedToken(attempt.rollout.id, index, at, of, value) for at, (of, value) in enumerate(probed)]
+                tokens = [ProbedToken(attempt.ref.id, index, at, of, value) for at, (of, value) in enumerate(probed)]
                 probes.problems.extend((token, found.problem) for token in tokens if token.version == version)
         for path in graph.paths:
             if mine := left.intersection(path):
                 left -= mine
-                probes.sequences.append(_sequence(attempt, graph, path, mine, version, probes.tokens, allowed))
+                probes.sequences.append(_probe(attempt, graph, path, mine, version, allowed))
     return probes
 
 
-def _sequence(
-    attempt: Attempt,
-    graph: Graph,
-    path: list[int],
-    mine: set[int],
-    version: int,
-    tokens: list[ProbedToken],
-    allowed: Mapping[int, ReplayedStep],
-) -> Sequence:
-    limits: list[bytes] = []
-    ids: list[int] = []
-    numbers: list[float | None] = []
-    temperatures: list[float] = []
+def _probe(
+    rollout: Rollout, graph: Graph, path: list[int], mine: set[int], version: int, allowed: Mapping[int, ReplayedStep]
+) -> ProbedSequence:
+    ids, temperatures, wanted = list[int](), list[float](), list[bool]()
+    limits, tokens = list[bytes](), list[ProbedToken]()
     for index in path[: max(path.index(index) for index in mine) + 1]:
         step = graph.steps[index]
-        glue = graph.nodes[step.node].token_ids
+        glue, size = graph.nodes[step.node].token_ids, len(step.completion_ids)
         logprobs, temperature = _recomputable(step)
+        own = [each == version for each in step.versions] if index in mine else [False] * size
         ids += glue + step.completion_ids
-        numbers += [None] * len(glue)
-        temperatures += [1.0] * len(glue) + [temperature] * len(step.completion_ids)
-        chosen_from = allowed[index].allowed if index in mine and index in allowed else [b""] * len(step.completion_ids)
-        limits += [*[b""] * len(glue), *chosen_from]
-        for place in range(len(step.completion_ids)):
-            wanted = index in mine and step.versions[place] == version
-            numbers.append(float(len(tokens)) if wanted else None)
-            if wanted:
-                tokens.append(ProbedToken(attempt.rollout.id, index, place, version, logprobs[place]))
-    return Sequence(
-        rollout_id=attempt.rollout.id,
-        group_id=attempt.rollout.group_id,
+        temperatures += [1.0] * len(glue) + [temperature] * size
+        wanted += [False] * len(glue) + own
+        limits += [b""] * len(glue)
+        limits += allowed[index].allowed if index in mine and index in allowed else [b""] * size
+        tokens += [ProbedToken(rollout.ref.id, index, at, version, logprobs[at]) for at, probed in enumerate(own) if probed]
+    sequence = Sequence(
+        rollout_id=rollout.ref.id,
+        group_id=rollout.ref.group_id,
         token_ids=tuple(ids),
-        trained=tuple(number is not None for number in numbers),
+        trained=tuple(wanted),
         logprobs=(0.0,) * len(ids),
         temperatures=tuple(temperatures),
-        advantages=tuple(number or 0.0 for number in numbers),
+        advantages=(0.0,) * len(ids),
         weight=1.0,
         allowed=tuple(limits) if any(limits) else (),
     )
+    return ProbedSequence(sequence, tokens)
 
 
 def _recomputable(step: Step) -> tuple[tuple[float, ...], float]:
@@ -238,10 +235,10 @@ class Audit:
             return "inexact"
         return "exact" if self.recomputed else "unproven"
 
-    def add(self, group: Group) -> list[tuple[Attempt, Graph]]:
+    def add(self, group: Group) -> list[tuple[Rollout, Graph]]:
         """Checks the records of a group; returns its attempts and their graphs, for `make_probes`."""
         self.groups += 1
-        read = [(attempt, read_graph(attempt)) for attempt in group.attempts]
+        read = [(attempt, read_graph(attempt)) for attempt in group.rollouts]
         for attempt, graph in read:
             self.rollouts += 1
             self.breaks += breaks(attempt)
@@ -272,7 +269,7 @@ class Audit:
         self.inexact[reason] += 1
         self._find(token, reason)
 
-    def _add_step(self, attempt: Attempt, step: Step, graph: Graph) -> None:
+    def _add_step(self, attempt: Rollout, step: Step, graph: Graph) -> None:
         size = sampled_tokens(step)
         self.steps += 1
         self.sampled_tokens += size
@@ -280,17 +277,17 @@ class Audit:
             self.masked[reason] += 1
         if flaw := graph.flaws.get(step.index):
             self.inexact += Counter({flaw: size})  # += drops counts of 0
-            rollout_id = attempt.rollout.id
+            rollout_id = attempt.ref.id
             self.findings[rollout_id, step.index] = StepFinding(rollout_id=rollout_id, step=step.index, reason=flaw, tokens=size)
-        elif not step.context:
+        elif not step.context_digest:
             self.unhashed_tokens += size
         if step.index in graph.pictured:
             self.pictured_tokens += size
 
-    def add_picture_problem(self, attempt: Attempt, graph: Graph, node: Node, reason: str) -> None:
+    def add_picture_problem(self, attempt: Rollout, graph: Graph, node: Node, reason: str) -> None:
         """Records that what the steps after a node saw cannot be shown any more."""
         for index in graph.descendants(node.id):
-            step, rollout_id = graph.steps[index], attempt.rollout.id
+            step, rollout_id = graph.steps[index], attempt.ref.id
             size = sampled_tokens(step)
             if (rollout_id, index) not in self.findings:
                 self.inexact += Counter({reason: size})
@@ -340,7 +337,7 @@ class VersionWeights:
         return self._decoder
 
     def replay(self, decoder: Decoder) -> Callable[[Step], ReplayedStep]:
-        """Tells what tokens were chosen from; for nothing if the start policy is not on this machine."""
+        """Finds what tokens were chosen from; for nothing if the start policy is not on this machine."""
         if self._start is None:
             return unknown_grammar
         if self._replay is None:
@@ -366,35 +363,38 @@ class VersionWeights:
     def _find(self, version: int) -> Path | None:
         if version == 0 or self._frozen:
             return self._start
-        folder = policy.find(self._checkpoints, version)
+        folder = checkpoints.find(self._checkpoints, version)
         return None if folder is None or folder.name in self._damaged else folder / self._policy
 
 
 def recompute(decoder: Decoder, probes: Probes, audit: Audit, *, tokens_per_pass: int) -> Iterator[int]:
     """Compares each probed token in `audit`; yields the number of tokens in each pass."""
-    batch = pack(_computable(decoder, probes, audit), rollouts=1, tokens_per_pass=tokens_per_pass)
+    probed = _computable(decoder, probes, audit)
+    batch = pack((each.sequence for each in probed), rollouts=1, tokens_per_pass=tokens_per_pass)
+    numbers = compress(count(), chain.from_iterable(each.sequence.trained for each in probed))
+    tokens = dict(zip(numbers, chain.from_iterable(each.tokens for each in probed), strict=False))  # by `LossTerm.token`
     for pass_set in batch.pass_sets:
         trunk = trunk_states(decoder, pass_set.trunk)
         for one in pass_set.passes:
             logprobs: list[float] = pass_logprobs(decoder, one, trunk, flat=batch.flat).tolist()  # pyright: ignore[reportUnknownVariableType]
             for term, logprob in zip(one.terms, logprobs, strict=True):
-                audit.compare(probes.tokens[int(term.advantage)], logprob)
+                audit.compare(tokens[term.token], logprob)
             yield len(logprobs)
 
 
-def _computable(decoder: Decoder, probes: Probes, audit: Audit) -> list[Sequence]:
+def _computable(decoder: Decoder, probes: Probes, audit: Audit) -> list[ProbedSequence]:
     """Returns the sequences that fit the decoder; refuses the tokens of the others."""
-    shape, possible = decoder.shape, list[Sequence]()
-    for sequence in probes.sequences:
+    shape, possible = decoder.shape, list[ProbedSequence]()
+    for probed in probes.sequences:
+        sequence = probed.sequence
         reason = "bad_token" if max(sequence.token_ids) >= shape.vocab_size else None
         if len(sequence.token_ids) - 1 > shape.context_length:
             reason = "context_too_long"
         if reason is None:
-            possible.append(sequence)
-            continue
-        for number, wanted in zip(sequence.advantages, sequence.trained, strict=True):
-            if wanted:
-                audit.refuse(probes.tokens[int(number)], reason)
+            possible.append(probed)
+        else:
+            for token in probed.tokens:
+                audit.refuse(token, reason)
     return possible
 
 
@@ -434,17 +434,17 @@ async def verify(recorded: RecordedRun, on_progress: OnProgress, *, tolerance: f
 
 def check_checkpoints(run: RunFolder, audit: Audit) -> None:
     """Compares all checkpoints with their checksums."""
-    for folder, problem in policy.check_all(run.checkpoints, run.id).items():
+    for folder, problem in checkpoints.check_all(run.checkpoints, run.id).items():
         if not folder.exists():  # a running trainer removed it meanwhile
             continue
         audit.checkpoints += 1
         if problem is not None:
             audit.damaged[folder.name] = problem
-        elif not policy.has_checksums(folder):
+        elif not checkpoints.has_checksums(folder):
             audit.without_checksums.append(folder.name)
 
 
-def check_pictures(read: Iterable[tuple[Attempt, Graph]], pictures: PictureStore, audit: Audit) -> None:
+def check_pictures(read: Iterable[tuple[Rollout, Graph]], pictures: PictureStore, audit: Audit) -> None:
     """Reads every picture that was seen, and compares it with its digest."""
     for attempt, graph in read:
         for node in graph.nodes.values():
@@ -459,18 +459,18 @@ def check_pictures(read: Iterable[tuple[Attempt, Graph]], pictures: PictureStore
 async def _check(
     groups: list[Group], audit: Audit, weights: dict[str, VersionWeights], pictures: PictureStore, *, tokens_per_pass: int
 ) -> None:
-    read: list[tuple[Attempt, Graph]] = [one for group in groups for one in audit.add(group)]
+    read: list[tuple[Rollout, Graph]] = [one for group in groups for one in audit.add(group)]
     await asyncio.to_thread(check_pictures, read, pictures, audit)
     for name, of_policy in weights.items():
-        own = [(attempt, read_graph(attempt)) for group in groups for attempt in group_of(group, name).attempts] if name else read
+        own = [(attempt, read_graph(attempt)) for group in groups for attempt in group_of(group, name).rollouts] if name else read
         await _recompute(own, audit, of_policy, tokens_per_pass=tokens_per_pass)
 
 
-async def _recompute(read: list[tuple[Attempt, Graph]], audit: Audit, weights: VersionWeights, *, tokens_per_pass: int) -> None:
-    for version, count in sorted(count_versions(read).items()):
+async def _recompute(read: list[tuple[Rollout, Graph]], audit: Audit, weights: VersionWeights, *, tokens_per_pass: int) -> None:
+    for version, size in sorted(count_versions(read).items()):
         decoder = await asyncio.to_thread(weights.load, version)
         if decoder is None:
-            audit.gone[version] += count
+            audit.gone[version] += size
             continue
         probes = await asyncio.to_thread(make_probes, read, version, weights.replay(decoder))
         for token, reason in probes.problems:
@@ -487,5 +487,5 @@ def _precision(recorded: RecordedRun) -> str:
     """Returns the dtype of the engine: the configured one or, if `auto`, that of the checkpoints."""
     chosen = recorded.config.engine.dtype
     if chosen == "auto":
-        chosen = "bfloat16" if policy.is_half_precision(recorded.folder.checkpoints) else "float32"
+        chosen = "bfloat16" if checkpoints.is_half_precision(recorded.folder.checkpoints) else "float32"
     return chosen

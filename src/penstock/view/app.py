@@ -23,12 +23,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.errors import ConfigError, PenstockError, PoolError, RequestError
 from penstock.events import json_line
-from penstock.http.asgi import header
-from penstock.http.listen import base_url, bind, host_name, known_names
+from penstock.http.asgi import header, host_name
+from penstock.http.listen import base_url, bind, known_names
 from penstock.http.server import HttpServer
-from penstock.pool.base import PoolClass
-from penstock.pool.sql.database import PoolDatabase
-from penstock.pool.sql.reads import list_channels
+from penstock.pool.base import PoolClass, PoolDatabase
+from penstock.pool.reads import list_channels
 from penstock.view import evaluations, overview, rollouts
 from penstock.view.queries import ended_page, exists, group_rows
 from penstock.view.run_files import ViewedRun
@@ -50,7 +49,7 @@ KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".s
 FILES = {path.name: path.read_bytes() for path in sorted(STATIC.iterdir()) if path.suffix in KINDS}
 """Everything the page needs, by name: no path of a caller is ever opened."""
 MAX_STREAMS = 64
-"""Pages that are told of changes at once."""
+"""Pages that get changes at once."""
 MAX_STREAM_S = 3600.0
 POLL_S = 1.0
 BEAT_S = 15.0
@@ -344,9 +343,9 @@ def error_response(error: Exception) -> Response:
     else:
         log.error("a screen failed", exc_info=error)
         status, code = 500, "internal_error"
-    told = str(error) if isinstance(error, PenstockError) else "the dashboard failed on this screen; its log says how"
+    text = str(error) if isinstance(error, PenstockError) else "the dashboard failed on this screen; its log says how"
     retry = {"retry-after": "10"} if status == 503 else {}
-    body = json_line({"error": {"message": told[:2000], "code": code}})
+    body = json_line({"error": {"message": text[:2000], "code": code}})
     return Response(body, status_code=status, media_type="application/json", headers=HEADERS | retry)
 
 

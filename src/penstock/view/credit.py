@@ -15,16 +15,15 @@ import orjson
 
 from penstock.config import TrainSection, validate
 from penstock.errors import ConfigError, PenstockError
+from penstock.pool import reads
+from penstock.pool.base import PoolDatabase
 from penstock.pool.rules import GroupState
-from penstock.pool.sql import reads
-from penstock.pool.sql.database import PoolDatabase
-from penstock.records import Attempt, Group
+from penstock.records import Group, Rollout
 from penstock.train.advantages import ADVANTAGES
-from penstock.train.advantages.base import Credit, credit_by_step, level_of
+from penstock.train.advantages.base import Credit, credit_by_step, described
 from penstock.train.algorithm import Advantage, load_advantage
-from penstock.train.policy_groups import attempt_of, group_of
+from penstock.train.credit import attempt_of, group_of, overlong
 from penstock.train.sequences import Graph, read_graph, step_masks, why_untrainable
-from penstock.train.shaping import overlong
 from penstock.view.queries import group_rows, state_of, trained_version
 from penstock.view.run_files import ViewedRun
 from penstock.view.texts import REASONS
@@ -70,7 +69,7 @@ class TrainingCredit(NamedTuple):
 
     @property
     def level(self) -> Literal["rollout", "policy", "call", "token", ""]:
-        """What has an advantage of its own; empty if none is known."""
+        """What has its own advantage; empty if none is known."""
         if self.advantage is not None:
             return "rollout"
         if self.policies:
@@ -98,16 +97,16 @@ class TrainingCredit(NamedTuple):
         }
 
 
-def rollout_credit(files: ViewedRun, database: PoolDatabase, attempt: Attempt) -> TrainingCredit:
+def rollout_credit(files: ViewedRun, database: PoolDatabase, attempt: Rollout) -> TrainingCredit:
     """Returns the credit of one rollout, which has its nodes and steps."""
-    group_id = attempt.rollout.group_id
+    group_id = attempt.ref.group_id
     group = _read_group(files, database, group_id)
-    return _credits(files, database, group_id, [attempt], computed_credit(files, group) if group else {})[attempt.rollout.id]
+    return _credits(files, database, group_id, [attempt], computed_credit(files, group) if group else {})[attempt.ref.id]
 
 
 def group_credit(files: ViewedRun, database: PoolDatabase, group: Group) -> dict[str, TrainingCredit]:
     """Returns the credit of every rollout of a group, by id; they have their nodes and steps."""
-    return _credits(files, database, group.id, group.attempts, computed_credit(files, group))
+    return _credits(files, database, group.id, group.rollouts, computed_credit(files, group))
 
 
 def row_advantages(files: ViewedRun, group: Group) -> dict[str, float]:
@@ -123,15 +122,15 @@ def _credits(
     files: ViewedRun,
     database: PoolDatabase,
     group_id: str,
-    attempts: Collection[Attempt],
+    attempts: Collection[Rollout],
     computed: Mapping[str, Mapping[str, Credit]],
 ) -> dict[str, TrainingCredit]:
     state, version, step = state_of(database, group_id), trained_version(database, group_id), files.metrics.step_of(group_id)
-    names = [attempt.rollout.id for attempt in attempts]
+    names = [attempt.ref.id for attempt in attempts]
     recorded = read_scores(files.path, step, names) if step is not None else {}
     found = dict[str, TrainingCredit]()
     for attempt in attempts:
-        name, graph = attempt.rollout.id, read_graph(attempt)
+        name, graph = attempt.ref.id, read_graph(attempt)
         own = {policy: credit[name] for policy, credit in computed.items() if name in credit}
         masks = _masks(files, attempt, graph, own)
         scores = _align(recorded.get(name, ()), graph, masks)
@@ -144,7 +143,7 @@ def _credits(
     return found
 
 
-def _calls(attempt: Attempt, computed: Mapping[str, Credit], scores: "Mapping[int, SequenceScores]") -> dict[int, CallCredit]:
+def _calls(attempt: Rollout, computed: Mapping[str, Credit], scores: "Mapping[int, SequenceScores]") -> dict[int, CallCredit]:
     found = dict[int, CallCredit]()
     for policy, credit in computed.items():
         by_step = credit_by_step(attempt_of(attempt, policy) if policy else attempt, credit)
@@ -176,7 +175,7 @@ def computed_credit(files: ViewedRun, group: Group) -> dict[str, dict[str, Credi
     for policy in _trained_policies(files):
         view = group_of(group, policy) if policy else group
         view = view if section.overlong is None else overlong(view, section.overlong)
-        found[policy] = {attempt.rollout.id: credit for attempt, credit in zip(view.graded, advantage(view), strict=True)}
+        found[policy] = {attempt.ref.id: credit for attempt, credit in zip(view.graded, advantage(view), strict=True)}
     return found
 
 
@@ -195,7 +194,7 @@ def _group_advantage(section: TrainSection) -> Advantage | None:
         advantage = load_advantage(section)
     except ConfigError:
         return None
-    return advantage if level_of(advantage) == "group" else None
+    return advantage if advantage.level == "group" else None
 
 
 def _divergence_counts(section: TrainSection) -> bool:
@@ -235,12 +234,12 @@ def _why_unknown(files: ViewedRun) -> str:
     elif _divergence_counts(section):
         reason = "the divergence was taken off the rewards"
     else:
-        level = level_of(ADVANTAGES.load(section.advantage))
+        level = described(ADVANTAGES.load(section.advantage)).level
         reason = {"batch": "it was computed over all groups of the step", "token": "it was computed for each token"}.get(level, "")
     return f"{reason}, and the trainer kept no scores of this rollout" if reason else ""
 
 
-def _masks(files: ViewedRun, attempt: Attempt, graph: Graph, computed: Mapping[str, Credit]) -> dict[int, str | None]:
+def _masks(files: ViewedRun, attempt: Rollout, graph: Graph, computed: Mapping[str, Credit]) -> dict[int, str | None]:
     if attempt.reward is None:
         return dict.fromkeys(graph.steps, "ungraded")
     if attempt.curated_out:

@@ -6,11 +6,10 @@ from typing import Any, NamedTuple, cast
 
 from penstock.config import EvalSection
 from penstock.errors import ConfigError, PenstockError, PoolError
-from penstock.evals.attempts import CHANNEL
 from penstock.evals.metrics import difference, estimate, pass_at_k
-from penstock.pool.base import AFTER_ALL
-from penstock.pool.sql import reads
-from penstock.pool.sql.database import PoolDatabase
+from penstock.evals.outcome import CHANNEL
+from penstock.pool import reads
+from penstock.pool.base import AFTER_ALL, PoolDatabase
 from penstock.view.overview import MAX_MODEL, last_text
 from penstock.view.queries import group_task
 from penstock.view.run_files import ViewedRun
@@ -151,10 +150,10 @@ def _read_scores(database: PoolDatabase) -> dict[str, TaskRewards]:
     query = """SELECT g.id, r.id FROM groups AS g JOIN rollouts AS r ON r.group_id = g.id
                WHERE g.channel = ? AND g.seq < ? AND r.current = 1 ORDER BY g.seq, r.place"""
     for group_id, rollout_id in database.execute(query, (CHANNEL, MAX_TASKS)).fetchall():
-        attempt = reads.read_attempt(database, rollout_id, first_step=AFTER_ALL, first_node=AFTER_ALL)
+        attempt = reads.read_rollout(database, rollout_id, first_step=AFTER_ALL, first_node=AFTER_ALL)
         if attempt.end is None:
             continue
-        task = found.setdefault(attempt.rollout.task_id, TaskRewards(attempt.rollout.task_id, group_id, [], []))
+        task = found.setdefault(attempt.ref.task_id, TaskRewards(attempt.ref.task_id, group_id, [], []))
         task.rewards.append(attempt.reward or 0.0)
         task.ends.append(str(attempt.end))
     return found

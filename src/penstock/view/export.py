@@ -1,10 +1,8 @@
 """A run as one HTML file: the dashboard's page with its scripts, and the answers to what it would ask, up to a size.
 
-`report.html` is such a file. It also holds the static report, which is what a reader sees where scripts do not run. The file asks
-for nothing and allows no other script: its policy names the digests of its own.
+`report.html` is such a file. It loads nothing and allows no other script: its policy names the digests of its scripts.
 """
 
-import asyncio
 import base64
 import hashlib
 import re
@@ -15,9 +13,8 @@ from typing import Any, NamedTuple
 
 from penstock.errors import ConfigError, PenstockError
 from penstock.events import json_line
-from penstock.pool.sql.database import PoolDatabase
-from penstock.reports.html import document
-from penstock.reports.training import render_report
+from penstock.pool.base import PoolDatabase
+from penstock.run.folder import find_run_folder
 from penstock.system.files import write_file
 from penstock.view import overview, rollouts
 from penstock.view.app import FILES, reading
@@ -26,7 +23,6 @@ from penstock.view.run_files import ViewedRun, open_viewed_run
 
 MODULES = ("dom", "api", "charts", "runs", "rollouts", "tokens", "system", "evals", "main")
 """In the order of their imports."""
-EMPTY = "<p>This page shows a run with scripts, which are switched off here.</p>"
 MAX_CALLS = 8
 """Calls of a rollout whose tokens are included."""
 
@@ -46,17 +42,14 @@ REPORT = ExportLimits(steps=40, rollouts=24, size=2_000_000)
 Answer = tuple[str, Callable[[], dict[str, Any]]]
 
 
-async def write_report(folder: Path) -> Path:
-    """Writes `report.html` into the run folder and returns its path."""
-    static = await render_report(folder)
-    return await asyncio.to_thread(export_run, folder, folder / "report.html", static=static, limits=REPORT)
+def write_report(folder: Path) -> Path:
+    """Writes `report.html` into the run folder and returns its path; ConfigError if it is no run folder."""
+    find_run_folder(folder)
+    return export_run(folder, folder / "report.html", limits=REPORT)
 
 
-def export_run(folder: Path, file: Path, *, static: str = "", limits: ExportLimits = MAIL) -> Path:
-    """Writes the run in `folder` as one page. Runs that do not fit are cut; the page says so where it has no answer.
-
-    `static` is a page without scripts, which is shown until they run.
-    """
+def export_run(folder: Path, file: Path, *, limits: ExportLimits = MAIL) -> Path:
+    """Writes the run in `folder` as one page. Runs that do not fit are cut; the page reports where it has no answer."""
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder; give a run folder such as runs/multiply")
     files = open_viewed_run(folder)
@@ -68,7 +61,7 @@ def export_run(folder: Path, file: Path, *, static: str = "", limits: ExportLimi
         with reading(files) as database:
             answers = _answers(_queries(files, name, database, limits), limits)
     try:
-        return write_file(file, _page(name, answers, static or document(name, "", EMPTY)))
+        return write_file(file, _page(name, answers))
     except OSError as cause:
         raise ConfigError(f"{file}: cannot be written: {cause.strerror}; make its folder writable, or choose another") from cause
 
@@ -120,7 +113,7 @@ def _queries(files: ViewedRun, run: str, database: PoolDatabase | None, limits: 
         yield f"group?run={run}&group={group}", lambda group=group: rollouts.group_screen(files, database, group)
         for row in group_rows(database, [group]):
             for attempt in row.attempts[:left]:
-                yield from _rollout(files, run, database, attempt.rollout.id)
+                yield from _rollout(files, run, database, attempt.ref.id)
             left -= len(row.attempts)
 
 
@@ -163,19 +156,32 @@ def _module(name: str, source: str) -> str:
     return f"const module_{name} = (() => {{\n{inside}\nreturn {{ {', '.join(names)} }};\n}})();"
 
 
-def _page(run: str, answers: dict[str, bytes], static: str) -> bytes:
-    """Adds data, scripts and the dashboard's style to a static page, and allows them in its policy."""
+PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title} · penstock</title>
+<style>{style}</style>
+</head>
+<body>
+<p>This page shows the run {title} with scripts, which are switched off here.</p>
+"""
+
+
+def _page(run: str, answers: dict[str, bytes]) -> bytes:
     pairs = [json_line({address: 0})[1:-4] + b":" + answer.strip() for address, answer in answers.items()]
     data = (b"{" + b",".join(pairs) + b"}").replace(b"<", b"\\u003c")
     scripts = {"text/javascript": FILES["uplot.js"].decode(), "module": bundle()}
     style = FILES["uplot.css"].decode() + FILES["view.css"].decode()
     allowed = " ".join(f"'sha256-{_digest(script)}'" for script in scripts.values())
-    page = static.replace("; style-src ", f"; script-src {allowed}; img-src data:; style-src 'sha256-{_digest(style)}' ", 1)
-    page = page.replace("<style>", f'<style id="view-style" media="not all">{style}</style>\n<style id="static-style">', 1)
-    head, end, tail = page.rpartition("</body>")
-    made = "".join(f'<script type="{kind}">{script}</script>\n' for kind, script in scripts.items())
+    sources = f"script-src {allowed}; img-src data:; style-src 'sha256-{_digest(style)}'"
+    policy = f"default-src 'none'; {sources}; base-uri 'none'; form-action 'none'"
+    head = PAGE.format(policy=policy, title=escape(run), style=style)
     opening = f'<script type="application/json" id="data" data-run="{escape(run)}">'
-    return (head + opening).encode("utf-8", "replace") + data + f"</script>\n{made}{end}{tail}".encode("utf-8", "replace")
+    made = "".join(f'<script type="{kind}">{script}</script>\n' for kind, script in scripts.items())
+    return (head + opening).encode("utf-8", "replace") + data + f"</script>\n{made}</body>\n</html>\n".encode("utf-8", "replace")
 
 
 def _digest(text: str) -> str:

@@ -6,8 +6,8 @@ from dataclasses import asdict
 from typing import Any, cast
 
 from penstock.errors import PenstockError
-from penstock.pool.sql import reads
-from penstock.pool.sql.database import PoolDatabase
+from penstock.pool import reads
+from penstock.pool.base import PoolDatabase
 from penstock.records import Task
 from penstock.view.credit import row_advantages
 from penstock.view.queries import GroupRow, LeaseRow, check_ledger, group_page, lease_rows, ledger_page
@@ -134,15 +134,15 @@ def group_line(files: ViewedRun, row: GroupRow) -> dict[str, Any]:
         "prompt": cut(last_text(row.task), 300),
         "rollouts": [
             {
-                "id": attempt.rollout.id,
-                "place": attempt.rollout.place,
-                "attempt": attempt.rollout.attempt,
+                "id": attempt.ref.id,
+                "place": attempt.ref.place,
+                "attempt": attempt.ref.attempt,
                 "end": attempt.end,
                 "reward": attempt.reward,
-                "advantage": advantages.get(attempt.rollout.id),
+                "advantage": advantages.get(attempt.ref.id),
                 "message": cut(attempt.message, 300),
-                "calls": row.sizes[attempt.rollout.id][0],
-                "tokens": row.sizes[attempt.rollout.id][1],
+                "calls": row.sizes[attempt.ref.id][0],
+                "tokens": row.sizes[attempt.ref.id][1],
             }
             for attempt in row.attempts
         ],
@@ -151,9 +151,9 @@ def group_line(files: ViewedRun, row: GroupRow) -> dict[str, Any]:
 
 
 def last_text(task: Task) -> str:
-    """Returns the last text of a task's prompt, which tells it from others."""
-    told = [message.get("content") for message in task.prompt]
-    return next((text for text in reversed(told) if isinstance(text, str)), "")
+    """Returns the last text of a task's prompt, which distinguishes it."""
+    texts = [message.get("content") for message in task.prompt]
+    return next((text for text in reversed(texts) if isinstance(text, str)), "")
 
 
 def pool_state(files: ViewedRun, database: PoolDatabase, *, before: int = AFTER_LAST) -> dict[str, Any]:

@@ -4,12 +4,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from penstock.errors import PoolError
-from penstock.pool.base import AFTER_ALL
+from penstock.pool import reads
+from penstock.pool.base import AFTER_ALL, PoolDatabase
 from penstock.pool.rows import RecordRow, decode_row
 from penstock.pool.rules import GroupState
-from penstock.pool.sql import reads
-from penstock.pool.sql.database import PoolDatabase
-from penstock.records import Attempt, Group, Task
+from penstock.records import Group, Rollout, Task
 
 PAGE_GROUPS = 50
 PAGE_ROLLOUTS = 100
@@ -27,7 +26,7 @@ class GroupRow(NamedTuple):
     channel: str
     state: str
     task: Task
-    attempts: tuple[Attempt, ...]
+    attempts: tuple[Rollout, ...]
     """Per place the last one, without nodes and steps."""
     sizes: dict[str, tuple[int, int]]
     """Calls and sampled tokens of each rollout."""
@@ -36,7 +35,7 @@ class GroupRow(NamedTuple):
 
     @property
     def group(self) -> Group:
-        return Group(id=self.id, seq=self.seq, task=self.task, channel=self.channel, attempts=self.attempts)
+        return Group(id=self.id, seq=self.seq, task=self.task, channel=self.channel, rollouts=self.attempts)
 
 
 def group_rows(database: PoolDatabase, ids: Iterable[str]) -> list[GroupRow]:
@@ -58,11 +57,11 @@ def group_page(database: PoolDatabase, channel: str, *, before: int, state: str 
 
 def _group_row(database: PoolDatabase, row: tuple[Any, ...]) -> GroupRow:
     name, seq, channel, state, _, record, crc = row
-    attempts, sizes, broken = list[Attempt](), dict[str, tuple[int, int]](), dict[str, str]()
+    attempts, sizes, broken = list[Rollout](), dict[str, tuple[int, int]](), dict[str, str]()
     query = "SELECT id FROM rollouts WHERE group_id = ? AND current = 1 ORDER BY place"
     for (rollout,) in database.execute(query, (name,)).fetchall():
         try:
-            attempts.append(reads.read_attempt(database, rollout, first_step=AFTER_ALL, first_node=AFTER_ALL))
+            attempts.append(reads.read_rollout(database, rollout, first_step=AFTER_ALL, first_node=AFTER_ALL))
             sizes[rollout] = call_sizes(database, rollout)
         except PoolError as error:
             broken[rollout] = str(error)

@@ -12,9 +12,9 @@ from penstock.chat.tokenizer import Tokenizer
 from penstock.errors import ModelError, PenstockError, RequestError
 from penstock.graders.rubric import VERDICT_FILE, read_verdict_file
 from penstock.models import find_cached
-from penstock.pool.sql import reads
-from penstock.pool.sql.database import PoolDatabase
-from penstock.records import Attempt, Node, Step
+from penstock.pool import reads
+from penstock.pool.base import PoolDatabase
+from penstock.records import Node, Rollout, Step
 from penstock.train.sequences import Graph, read_graph
 from penstock.view.credit import SequenceScores, TrainingCredit, group_credit, rollout_credit
 from penstock.view.queries import state_of, trained_version
@@ -44,7 +44,7 @@ def group_screen(files: ViewedRun, database: PoolDatabase, group_id: str) -> dic
     except PenstockError as error:
         raise RequestError(str(error), status=404, code="unknown_group") from error
     credit, version = group_credit(files, database, group), trained_version(database, group_id)
-    text, paths = TokenTexts.of(files), [_main_path(attempt) for attempt in group.attempts]
+    text, paths = TokenTexts.of(files), [_main_path(attempt) for attempt in group.rollouts]
     parting = _first_difference([path.ids for path in paths if path.ids])
     return {
         "id": group.id,
@@ -63,19 +63,19 @@ def group_screen(files: ViewedRun, database: PoolDatabase, group_id: str) -> dic
         "attempts": [
             {
                 **_attempt_head(attempt),
-                **_attempt_credit(credit[attempt.rollout.id]),
+                **_attempt_credit(credit[attempt.ref.id]),
                 "calls": len(attempt.steps),
                 "tokens": sum(step.sampled for step in attempt.steps),
                 "parts_at": None if parting is None else path.step_at(parting),
                 "next": text.joined(path.ids[parting : parting + NEXT_TOKENS]) if parting is not None else "",
                 "last": cut(attempt.steps[-1].message.get("content") if attempt.steps else "", 2000),
             }
-            for attempt, path in zip(group.attempts, paths, strict=True)
+            for attempt, path in zip(group.rollouts, paths, strict=True)
         ],
         "replaced": [
             {"id": rollout.id, "place": rollout.place, "attempt": rollout.attempt}
             for rollout in reads.list_rollouts(database, group_id)
-            if rollout.id not in {attempt.rollout.id for attempt in group.attempts}
+            if rollout.id not in {attempt.ref.id for attempt in group.rollouts}
         ],
     }
 
@@ -103,7 +103,7 @@ class TokenPathView(NamedTuple):
         return next((index for index, end in self.ends if position < end), None)
 
 
-def _main_path(attempt: Attempt) -> TokenPathView:
+def _main_path(attempt: Rollout) -> TokenPathView:
     graph, ids, ends = read_graph(attempt), list[int](), list[tuple[int, int]]()
     path = max(graph.paths, key=lambda steps: (-steps[0], len(steps)), default=list[int]())
     for index in path:
@@ -133,11 +133,11 @@ def rollout_screen(files: ViewedRun, database: PoolDatabase, rollout_id: str, *,
     calls = [call for call in attempt.steps if call.index >= first]
     nodes = {node.id: node for node in attempt.nodes}
     shown = calls[:PAGE_CALLS]
-    siblings = reads.list_rollouts(database, attempt.rollout.group_id)
+    siblings = reads.list_rollouts(database, attempt.ref.group_id)
     return {
         **_attempt_head(attempt),
-        "group": attempt.rollout.group_id,
-        "channel": attempt.rollout.channel,
+        "group": attempt.ref.group_id,
+        "channel": attempt.ref.channel,
         "task": {"id": task.id, "prompt": cut(task.prompt), "label": cut(task.label), "metadata": cut(task.metadata)},
         "why": why_reward(attempt),
         "grades": [
@@ -151,17 +151,15 @@ def rollout_screen(files: ViewedRun, database: PoolDatabase, rollout_id: str, *,
         "note": _grader_note(files.path, rollout_id),
         "artifacts": _artifacts(files.path, rollout_id),
         "credit": credit.as_json(),
-        "places": sorted({rollout.id for rollout in siblings if rollout.attempt == 1 or rollout.place != attempt.rollout.place})[
-            :200
-        ],
-        "retries": [rollout.id for rollout in siblings if rollout.place == attempt.rollout.place],
+        "places": sorted({rollout.id for rollout in siblings if rollout.attempt == 1 or rollout.place != attempt.ref.place})[:200],
+        "retries": [rollout.id for rollout in siblings if rollout.place == attempt.ref.place],
         "calls": [_call_line(call, nodes[call.node], credit) for call in shown if call.node in nodes],
         "call_count": len(attempt.steps),
         "next": calls[PAGE_CALLS].index if len(calls) > PAGE_CALLS else None,
     }
 
 
-def why_reward(attempt: Attempt) -> str:
+def why_reward(attempt: Rollout) -> str:
     """Says in one sentence where the reward comes from, or why there is none."""
     if attempt.end is None:
         return "It is still running."
@@ -181,15 +179,15 @@ def why_reward(attempt: Attempt) -> str:
     return f"It is the sum of {len(attempt.grades)} grades of its calls."
 
 
-def _read(database: PoolDatabase, rollout_id: str) -> Attempt:
+def _read(database: PoolDatabase, rollout_id: str) -> Rollout:
     try:
-        return reads.read_attempt(database, rollout_id)
+        return reads.read_rollout(database, rollout_id)
     except PenstockError as error:
         raise RequestError(str(error), status=404, code="unknown_rollout") from error
 
 
-def _attempt_head(attempt: Attempt) -> dict[str, Any]:
-    rollout = attempt.rollout
+def _attempt_head(attempt: Rollout) -> dict[str, Any]:
+    rollout = attempt.ref
     return {
         "id": rollout.id,
         "place": rollout.place,
@@ -249,7 +247,7 @@ def call_screen(database: PoolDatabase, rollout_id: str, index: int) -> dict[str
         "reply": cut(step.message, 200_000),
         "finish": step.finish,
         "usage": _plain(step.usage),
-        "context": step.context,
+        "context": step.context_digest,
         "answer": step.answer,
     }
 
@@ -258,10 +256,10 @@ def _plain(record: Any) -> Any:
     return orjson.loads(orjson.dumps(record))
 
 
-def _step(attempt: Attempt, index: int) -> Step:
+def _step(attempt: Rollout, index: int) -> Step:
     found = next((step for step in attempt.steps if step.index == index), None)
     if found is None:
-        raise RequestError(f"rollout {attempt.rollout.id} has no call {index}", status=404, code="unknown_step")
+        raise RequestError(f"rollout {attempt.ref.id} has no call {index}", status=404, code="unknown_step")
     return found
 
 

@@ -179,15 +179,18 @@ class AlarmLog:
     """The events that a person should know of, counted by kind, the newest kept; and what gateways did not do as asked."""
 
     KINDS: ClassVar[dict[str, str]] = {
+        "code.changed": "the code of the agent or grader changed",
         "record.damaged": "a record is damaged",
         "checkpoint.damaged": "a checkpoint is damaged",
         "checkpoint.fallback": "the run went on from an earlier checkpoint",
-        "rollout.forged": "a rollout was graded beside the run's grader",
+        "rollout.forged": "a rollout was graded by something else than the run's grader",
         "rollout.misreported": "an agent reported another conversation than was sampled",
-        "rollout.strays": "an agent called a provider beside the gateway",
+        "rollout.direct_calls": "an agent called a provider directly, past the gateway",
+        "rollout.strays": "an agent called a provider directly, past the gateway",
         "artifacts.lost": "artifacts could not be kept",
         "artifacts.left_out": "artifacts were left out",
-        "guest.abandoned": "an agent did not end when it was told to",
+        "agent.abandoned": "an agent did not end after its cancellation",
+        "guest.abandoned": "an agent did not end after its cancellation",
         "group.drop": "a group was dropped",
         "pool.full": "the pool was full",
         "update.skip": "updates of a step were skipped",
@@ -224,9 +227,9 @@ class AlarmLog:
             self.notices.add(event)
             if event["kind"] in self.KINDS:
                 self.counts[event["kind"]] += 1
-                told = event.get("text") or event.get("message") or event.get("reason") or event.get("path") or ""
+                text = event.get("text") or event.get("message") or event.get("reason") or event.get("path") or ""
                 about = event.get("rollout_id") or event.get("group_id") or event.get("step") or ""
-                self.newest.append({"time": event["time"], "kind": event["kind"], "about": about, "text": str(told)[:500]})
+                self.newest.append({"time": event["time"], "kind": event["kind"], "about": about, "text": str(text)[:500]})
 
     def _lines(self, block: bytes) -> Iterator[bytes]:
         """Yields the lines that may be alarms; the others are never cut out, as a long run has millions."""
@@ -336,8 +339,8 @@ class ViewedRun:
         held = [lock_is_held(self.path / name) for name in (".lock", ".gateway.lock")]
         if any(held):
             return "running"
-        if told := self.summary().get("status"):
-            return str(told)
+        if status := self.summary().get("status"):
+            return str(status)
         recent = time.time() - self.changed() < QUIET_S
         return "running" if None in held[:1] and recent else "interrupted"
 

@@ -6,12 +6,12 @@ from typing import Any, NamedTuple, cast
 
 import orjson
 
-from penstock.pool.sql.database import PoolDatabase
+from penstock.pool.base import PoolDatabase
 
 MAX_FOUND = 50
 """Rollouts on a page."""
 BUDGET_S = 0.7
-"""How long one page may take; the next one goes on from there."""
+"""How long one page may take; the next one continues there."""
 AROUND = 80
 """Characters shown on both sides of what was found."""
 TEXT_FIELDS = ("prompt", "messages", "message")

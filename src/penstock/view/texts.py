@@ -3,7 +3,7 @@
 from typing import Any, cast
 
 MAX_TEXT = 20_000
-"""Characters of one string; more is cut, and says so."""
+"""Characters of one string; more is cut, with a note."""
 MAX_ITEMS = 500
 """Entries of one list or object."""
 MAX_DEPTH = 12
@@ -33,10 +33,10 @@ REASONS = {
     "left_out": "the trainer did not record it with what it trained, such as a reply whose choices cannot be replayed",
     "not_trained": "its group has not been trained",
     "stale": "its tokens were too old",
-    "history_edited": "the caller changed earlier messages: they were rendered anew, as a branch of their own",
+    "history_edited": "the caller changed earlier messages: they were rendered again, as a new branch",
     "reply_edited": "the caller sent a reply that was not sampled",
-    "tools_changed": "the caller changed the tools: all was rendered anew",
-    "template_rewrites_history": "the chat template writes earlier messages differently: all was rendered anew",
+    "tools_changed": "the caller changed the tools: all was rendered again",
+    "template_rewrites_history": "the chat template writes earlier messages differently: all was rendered again",
 }
 """Why tokens were not trained, or groups dropped."""
 ENDS = {

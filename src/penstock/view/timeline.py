@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from penstock.pool.sql.database import PoolDatabase
+from penstock.pool.base import PoolDatabase
 from penstock.view.run_files import parse_event
 
 MAX_BYTES = 2 << 20
@@ -21,7 +21,7 @@ class Span(NamedTuple):
     lane: str
     start: float
     end: float | None
-    """None while it goes on."""
+    """None while it runs."""
     name: str
     about: str = ""
 

@@ -18,10 +18,10 @@ class AdderHarness(vf.Harness[vf.HarnessConfig]):
 
     async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data, tool_interception_url=None):
         root = endpoint.removesuffix("/v1")
-        told = {"OPENAI_BASE_URL": f"{root}/v1", "OPENAI_API_KEY": secret}
-        told |= {"ANTHROPIC_BASE_URL": root, "ANTHROPIC_API_KEY": secret}
+        reported = {"OPENAI_BASE_URL": f"{root}/v1", "OPENAI_API_KEY": secret}
+        reported |= {"ANTHROPIC_BASE_URL": root, "ANTHROPIC_API_KEY": secret}
         command = [sys.executable, str(Path(__file__).with_name(f"{PROGRAMS[DIALECT]}.py")), *sys.argv[1:]]
-        process = await asyncio.create_subprocess_exec(*command, env=os.environ | told, stdout=subprocess.PIPE)
+        process = await asyncio.create_subprocess_exec(*command, env=os.environ | reported, stdout=subprocess.PIPE)
         output, _ = await process.communicate()
         print(output.decode().strip())
         return vf.ProgramResult(process.returncode, output.decode(), "")

@@ -1,4 +1,4 @@
-"""google-adk: an agent's `output_schema`, by the API's own format, or by a tool of its own where the agent has tools."""
+"""google-adk: an agent's `output_schema`, by the API's own format, or by its own tool where the agent has tools."""
 
 import asyncio
 

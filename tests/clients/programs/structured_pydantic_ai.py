@@ -10,7 +10,7 @@ from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 API, _, METHOD = WAY.partition("-")
 models = {"chat": OpenAIChatModel, "responses": OpenAIResponsesModel, "messages": AnthropicModel}
 outputs = {"tool": ToolOutput, "native": NativeOutput, "prompted": PromptedOutput}
-name = "claude-sonnet-4-5" if API == "messages" else MODEL  # which tells it whether the API takes schemas
+name = "claude-sonnet-4-5" if API == "messages" else MODEL  # which reports it whether the API takes schemas
 agent = Agent(models[API](name), output_type=outputs[METHOD](Person))
 
 

@@ -1,6 +1,6 @@
 """An agent of verifiers, whose server forwards the calls of its harness; `DIALECT` is the API, or `train`.
 
-`train` is its training client: it renders prompts by itself and samples by `/inference/v1/generate`. It talks without tools, since
+`train` is its training client: it renders prompts on its own and samples by `/inference/v1/generate`. It talks without tools, since
 the renderer that any template has knows none.
 """
 

@@ -118,7 +118,7 @@ async def returns_the_answer(ctx):
 
 
 class Claim:
-    """A sample source that says what it is told to."""
+    """A sample source with a scripted sample."""
 
     def __init__(self, *messages):
         self.messages = list(messages)

@@ -28,7 +28,7 @@ def penstock(*arguments: Any) -> list[str]:
 
 
 def ran(home: Path, *arguments: Any, **options: Any) -> subprocess.CompletedProcess[str]:
-    """A command, run to its end in a process of its own."""
+    """A command, run to its end in a separate process."""
     return subprocess.run(
         penstock(*arguments), capture_output=True, text=True, timeout=DEADLINE_S, env=environment(home), **options
     )
@@ -87,7 +87,7 @@ def _keeps(process: Path, run: Path) -> bool:
         words = (process / "cmdline").read_bytes().split(b"\0")
     except OSError:
         return False
-    return b"penstock.controller.monitor" in words and str(run).encode() in words
+    return b"penstock_controller.monitor" in words and str(run).encode() in words
 
 
 def eventually(question: Callable[[], Any]) -> Any:

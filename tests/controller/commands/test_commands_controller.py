@@ -1,4 +1,4 @@
-"""`penstock controller`: serving, one at a time, started by itself, killed and taken up again."""
+"""`penstock controller`: serving, one at a time, started on demand, killed and resumed."""
 
 import json
 import os
@@ -12,10 +12,10 @@ import pytest
 from controller_process import DEADLINE_S, controller_up, end_runs, environment, eventually, penstock, ran, tiny_project
 
 from penstock.cli.app import run
-from penstock.controller.client import ControllerClient
-from penstock.controller.home import Home
-from penstock.controller.local import find_running, is_unserved
 from penstock.errors import ControllerError
+from penstock_controller.client import ControllerClient
+from penstock_controller.home import Home
+from penstock_controller.local import find_running, is_unserved
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def test_it_serves_until_a_signal_and_takes_its_address_back(home, number, code)
         assert ControllerClient(up.ready["url"], home.token()).verify()["user"]["name"] == "owner"
         assert up.ready["pid"] == up.process.pid
         ended, said = up.stop(number)
-    assert ended == code and "runs that are under way go on" in said
+    assert ended == code and "stopping" in said
     assert not home.address.exists() and is_unserved(home)
 
 
@@ -48,13 +48,13 @@ def test_a_folder_has_one_controller_and_a_port_one_server(home, tmp_path):
         assert find_running(home)
 
 
-def test_two_clients_at_once_start_one_controller_which_is_told_of_and_stopped(home):
+def test_two_clients_start_one_controller(home):
     both = [
         subprocess.Popen(penstock("dataset", "list", "--json"), stdout=subprocess.PIPE, text=True, env=environment(home.path))
         for _ in "ab"
     ]
-    told = [json.loads(client.communicate(timeout=DEADLINE_S)[0]) for client in both]
-    assert [page["total_count"] for page in told] == [0, 0]
+    answer = [json.loads(client.communicate(timeout=DEADLINE_S)[0]) for client in both]
+    assert [page["total_count"] for page in answer] == [0, 0]
     assert home.log.read_text().count('"ready"') == 1
     status = json.loads(ran(home.path, "controller", "status", "--json").stdout)
     assert status["running"] and status["runs"] == {"eval": 0, "train": 0}
@@ -74,12 +74,12 @@ def test_where_none_serves_down_and_status_start_none(home):
 
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
-    told = ran(tmp_path / "file" / "home", "dataset", "list", "--json")
-    assert (told.returncode, json.loads(told.stderr.splitlines()[-1])["error"]["code"]) == (2, "config_error")
-    assert "PENSTOCK_HOME" in told.stderr
+    answer = ran(tmp_path / "file" / "home", "dataset", "list", "--json")
+    assert (answer.returncode, json.loads(answer.stderr.splitlines()[-1])["error"]["code"]) == (2, "config_error")
+    assert "PENSTOCK_HOME" in answer.stderr
 
 
-def test_the_token_opens_it_a_device_is_let_in_and_a_repository_is_registered(home, tmp_path, monkeypatch, capsys):
+def test_token_device_and_repository_commands(home, tmp_path, monkeypatch, capsys):
     from penstock.cli.app import run
 
     monkeypatch.setenv("PENSTOCK_HOME", str(home.path))
@@ -140,7 +140,7 @@ def test_logs_are_followed_through_a_controller_that_is_killed(home, tmp_path):
 def test_every_command_that_the_page_names_is_there(capsys):
     from penstock.cli.app import run
 
-    page = (Path(__file__).parents[3] / "docs" / "controller.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "scale.md").read_text().partition("## A controller")[2].partition("\n## ")[0]
     named = set(re.findall(r"penstock ((?:eval|train|dataset|model|secret|rollout|controller) [a-z]+)", page))
     assert len(named) > 12
     shown = ""
@@ -152,7 +152,7 @@ def test_every_command_that_the_page_names_is_there(capsys):
     assert {option for option in options if option not in shown} == set()
 
 
-def test_a_keyring_that_is_not_there_is_told_and_the_key_stays_in_its_file(home, capsys, monkeypatch):
+def test_missing_keyring_leaves_the_key_in_its_file(home, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "keyring", None)
     assert run(["controller", "up", "--port", "0", "--keyring", "--home", str(home.path), "--json"]) == 2
     assert "pip install" in json.loads(capsys.readouterr().err.splitlines()[-1])["error"]["message"]

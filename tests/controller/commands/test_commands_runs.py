@@ -1,4 +1,4 @@
-"""`penstock eval|train submit, list, info, logs, stop, download` against a controller in a process of its own."""
+"""`penstock eval|train submit, list, info, logs, stop, download` against a controller in a separate process."""
 
 import json
 import shutil
@@ -11,7 +11,7 @@ from controller_process import DEADLINE_S, environment, penstock
 
 
 @pytest.mark.slow
-def test_an_evaluation_is_submitted_followed_told_and_downloaded(command, project):
+def test_evaluation_is_submitted_followed_and_downloaded(command, project):
     queued = command("eval", "submit", project / "penstock.toml", "--set", "eval.rows=0-3", "--name", "First try", "--json")
     assert queued.code == 0, queued
     name = queued.json["name"]
@@ -19,9 +19,9 @@ def test_an_evaluation_is_submitted_followed_told_and_downloaded(command, projec
     followed = command("eval", "logs", name, "-f")
     assert followed.code == 0 and "4 tasks x 1 of tiny" in followed.out, followed
     assert f"evaluation {name} is finished" in followed.err
-    told = command("eval", "info", name, "--json", "-o", "kept.json").json
-    assert (told["eval_run"]["status"], told["results"]["total_runs"]) == ("finished", 4)
-    assert json.loads(Path("kept.json").read_text()) == told
+    answer = command("eval", "info", name, "--json", "-o", "kept.json").json
+    assert (answer["eval_run"]["status"], answer["results"]["total_runs"]) == ("finished", 4)
+    assert json.loads(Path("kept.json").read_text()) == answer
     assert "penstock eval download first-try" in command("eval", "info", name).out
     fetched = command("eval", "download", name, "--type", "all", "--json").json
     assert (fetched["status"], fetched["downloaded"], fetched["skipped"]) == ("done", 7, 0)
@@ -40,9 +40,9 @@ def test_a_training_run_can_be_followed_and_its_model_downloaded(command, projec
     name = command("train", "submit", project / "penstock.toml", "--set", "train.steps=2", "-y", "--json").json["name"]
     lines = command("train", "logs", name, "--follow", "--json").out.splitlines()
     assert json.loads(lines[-1]) == {"name": name, "status": "finished", "message": ""}
-    told = command("train", "info", name, "--json").json
-    assert told["metrics"]["overview"]["latest_step"] == 2
-    assert [each["checkpoint_step"] for each in told["checkpoints"]] == [2]
+    answer = command("train", "info", name, "--json").json
+    assert answer["metrics"]["overview"]["latest_step"] == 2
+    assert [each["checkpoint_step"] for each in answer["checkpoints"]] == [2]
     assert "Held-out reward" in command("train", "info", name).out
     fetched = command("train", "download", name, "--type", "checkpoints,report", "-o", "here", "--json")
     assert fetched.code == 0 and fetched.json["failed"] == []
@@ -53,7 +53,7 @@ def test_a_training_run_can_be_followed_and_its_model_downloaded(command, projec
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_the_following_and_not_the_run_which_stop_does(command, project, serving):
+def test_ctrl_c_ends_following_but_not_the_run(command, project, serving):
     queued = command("train", "submit", project / "penstock.toml", "--set", "train.steps=100000", "--name", "long", "--json")
     assert queued.code == 0, queued
     following = subprocess.Popen(
@@ -76,7 +76,7 @@ def test_ctrl_c_ends_the_following_and_not_the_run_which_stop_does(command, proj
     assert row.split("\t")[1] == "stopped"
 
 
-def test_lists_are_json_rows_or_text_and_say_what_to_do_where_they_are_empty(command, project):
+def test_lists_have_three_formats_and_a_hint(command, project):
     assert command("eval", "list", "--json", "--plain").code == 2
     page = command("eval", "list", "--all", "--json").json
     assert page["total_count"] == len(page["eval_runs"])
@@ -88,9 +88,9 @@ def test_lists_are_json_rows_or_text_and_say_what_to_do_where_they_are_empty(com
 
 @pytest.mark.parametrize("kind", ["eval", "train"])
 @pytest.mark.parametrize("arguments", [["info"], ["logs"], ["logs", "-f"], ["stop"], ["download"]], ids=" ".join)
-def test_a_run_that_there_is_not_is_one_line_and_a_code(command, kind, arguments):
-    told = command(kind, *arguments, "absent", "--json")
-    assert (told.code, told.error) == (2, "RUN_NOT_FOUND")
+def test_unknown_run_has_a_code(command, kind, arguments):
+    answer = command(kind, *arguments, "absent", "--json")
+    assert (answer.code, answer.error) == (2, "RUN_NOT_FOUND")
     said = command(kind, *arguments, "absent")
     assert (said.code, said.out) == (2, "") and f"penstock {kind} list" in said.err and said.err.count("\n") == 1
 
@@ -113,18 +113,18 @@ def test_a_run_that_there_is_not_is_one_line_and_a_code(command, kind, arguments
     ids=lambda value: " ".join(value) if isinstance(value, list) else value,
 )
 def test_a_wrong_file_or_flag_is_refused_with_a_code(command, arguments, code):
-    told = command(*arguments, "--json")
-    assert (told.code, told.error) == (2, code)
+    answer = command(*arguments, "--json")
+    assert (answer.code, answer.error) == (2, code)
 
 
 @pytest.mark.slow
-def test_everything_that_is_wrong_with_a_submission_is_told_and_nothing_is_queued(command, project, serving):
+def test_bad_submission_reports_all_problems_and_queues_nothing(command, project, serving):
     before = command("eval", "list", "--json").json["total_count"]
     shutil.copytree(project, "bad")
     Path("bad/tiny_tasks.jsonl").write_text('{"user_prompt": 7}\n{"user_prompt": "1*2"}\n\n{}\n')
-    told = command("eval", "submit", "bad/penstock.toml", "--set", "model.name=absent/model", "--json")
-    assert (told.code, told.error) == (2, "CONFIG_INVALID"), told
-    keys = [issue["key"] for issue in told.json["error"]["issues"]]
+    answer = command("eval", "submit", "bad/penstock.toml", "--set", "model.name=absent/model", "--json")
+    assert (answer.code, answer.error) == (2, "CONFIG_INVALID"), answer
+    keys = [issue["key"] for issue in answer.json["error"]["issues"]]
     assert keys == ["model.name", "line 1", "line 3", "line 4"]
     assert command("eval", "list", "--json").json["total_count"] == before
 
@@ -133,29 +133,29 @@ def test_everything_that_is_wrong_with_a_submission_is_told_and_nothing_is_queue
     ("text", "code"),
     [("[dataset]\ntrian = 1\n", "config_error"), ("[dataset\n", "config_error"), ('[experiment]\nrollout = "x"\n', "config_error")],
 )
-def test_a_file_that_is_wrong_is_refused_before_a_controller_is_asked(command, monkeypatch, text, code):
+def test_bad_file_is_refused_before_connecting(command, monkeypatch, text, code):
     monkeypatch.setenv("PENSTOCK_CONTROLLER", "http://127.0.0.1:1")
     monkeypatch.setenv("PENSTOCK_CONTROLLER_TOKEN", "x")
     Path("a.toml").write_text(text)
-    told = command("eval", "submit", "a.toml", "--json")
-    assert (told.code, told.error) == (2, code)
+    answer = command("eval", "submit", "a.toml", "--json")
+    assert (answer.code, answer.error) == (2, code)
 
 
-def test_a_controller_that_is_not_there_and_a_wrong_token_are_told(command, monkeypatch, serving, project):
+def test_absent_controller_and_wrong_token_have_codes(command, monkeypatch, serving, project):
     monkeypatch.setenv("PENSTOCK_CONTROLLER", "http://127.0.0.1:1")
     assert command("eval", "list", "--json").error == "config_error"  # no token
     monkeypatch.setenv("PENSTOCK_CONTROLLER_TOKEN", "wrong")
     for arguments in (["eval", "list"], ["dataset", "list"], ["secret", "list"], ["eval", "submit", project / "penstock.toml"]):
-        told = command(*arguments, "--json")
-        assert (told.code, told.error) == (1, "CONTROLLER_UNREACHABLE")
+        answer = command(*arguments, "--json")
+        assert (answer.code, answer.error) == (1, "CONTROLLER_UNREACHABLE")
     monkeypatch.setenv("PENSTOCK_CONTROLLER", serving.ready["url"])
-    told = command("eval", "submit", project / "penstock.toml", "--json")
-    assert (told.code, told.error) == (2, "TOKEN_INVALID")
+    answer = command("eval", "submit", project / "penstock.toml", "--json")
+    assert (answer.code, answer.error) == (2, "TOKEN_INVALID")
     monkeypatch.setenv("PENSTOCK_CONTROLLER", "nonsense")
     assert command("eval", "list", "--json").error == "config_error"
 
 
-def test_train_alone_still_trains_and_a_file_may_be_named_like_a_command(command):
+def test_train_runs_a_file_named_like_a_command(command):
     assert "penstock.toml: no such file" in command("train").err
     assert "list: no such file" in command("train", "./list").err
     assert "penstock.toml: no such file" in command("train", "--set", "train.steps=1").err

@@ -1,4 +1,4 @@
-"""`penstock dataset`, `secret`, `model` and `rollout` against a controller in a process of its own."""
+"""`penstock dataset`, `secret`, `model` and `rollout` against a controller in a separate process."""
 
 import io
 import json
@@ -31,7 +31,7 @@ def test_a_dataset_is_checked_uploaded_listed_shown_and_fetched(command, tasks):
     assert not list(Path("new").glob(".*"))
 
 
-def test_a_dataset_of_the_same_name_is_replaced_only_when_asked(command, tasks):
+def test_dataset_is_replaced_only_with_overwrite(command, tasks):
     assert command("dataset", "upload", tasks, "--name", "twice", "--json").code == 0
     refused = command("dataset", "upload", tasks, "--name", "twice", "--json")
     assert (refused.code, refused.error) == (2, "DATASET_EXISTS")
@@ -39,12 +39,12 @@ def test_a_dataset_of_the_same_name_is_replaced_only_when_asked(command, tasks):
     assert command("dataset", "upload", tasks, "--name", "twice", "--overwrite", "--json").json["row_count"] == 1
 
 
-def test_bad_rows_are_each_told_with_their_line_and_nothing_is_uploaded(command, tasks):
+def test_bad_rows_are_reported_before_the_upload(command, tasks):
     tasks.write_text('{"user_prompt": 3}\nnot json\n{"user_prompt": "fine"}\n')
     for word in ("validate", "upload"):
-        told = command("dataset", word, tasks, "--json")
-        assert (told.code, told.error) == (2, "dataset_error")
-        assert [issue["key"] for issue in told.json["error"]["issues"]] == ["line 1", "line 2"]
+        answer = command("dataset", word, tasks, "--json")
+        assert (answer.code, answer.error) == (2, "dataset_error")
+        assert [issue["key"] for issue in answer.json["error"]["issues"]] == ["line 1", "line 2"]
     said = command("dataset", "validate", tasks).err.splitlines()
     assert len(said) == 3 and "line 1" in said[1] and "line 2" in said[2]
     assert command("dataset", "info", "tasks", "--json").error == "DATASET_NOT_FOUND"
@@ -75,11 +75,11 @@ def test_bad_rows_are_each_told_with_their_line_and_nothing_is_uploaded(command,
     ids=lambda value: " ".join(value) if isinstance(value, list) else value,
 )
 def test_what_is_wrong_is_one_object_with_a_code(command, arguments, code):
-    told = command(*arguments, "--json")
-    assert (told.code, told.error) == (2, code)
+    answer = command(*arguments, "--json")
+    assert (answer.code, answer.error) == (2, code)
 
 
-def test_nothing_is_fetched_over_a_file_or_into_a_folder_that_cannot_be_written(command, tasks):
+def test_download_does_not_overwrite_or_write_elsewhere(command, tasks):
     command("dataset", "upload", tasks, "--name", "kept", "--json")
     Path("kept.jsonl").write_text("mine")
     assert command("dataset", "download", "kept", "-o", "kept.jsonl", "--json").error == "config_error"
@@ -91,18 +91,18 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(command, tasks, serving):
     tasks.write_text('{"user_prompt": "long"}\n' * 500)
     command("dataset", "upload", tasks, "--name", "large", "--json")
     bounded = ["bash", "-c", 'ulimit -f 4; exec "$@"', "bash", *penstock("dataset", "download", "large", "-o", "out/", "--json")]
-    told = subprocess.run(bounded, capture_output=True, text=True, timeout=60, env=environment(serving.home), check=False)
-    assert (told.returncode, json.loads(told.stderr.splitlines()[-1])["error"]["code"]) == (2, "config_error"), told
+    answer = subprocess.run(bounded, capture_output=True, text=True, timeout=60, env=environment(serving.home), check=False)
+    assert (answer.returncode, json.loads(answer.stderr.splitlines()[-1])["error"]["code"]) == (2, "config_error"), answer
     assert list(Path("out").iterdir()) == []
 
 
-def test_a_secret_comes_from_stdin_or_a_variable_and_its_value_is_never_told(command, monkeypatch):
+def test_secret_is_read_from_stdin_or_variable_and_never_printed(command, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("sk-of-stdin\n"))  # what a pipe gives
-    told = [command("secret", "set", "ONE_KEY", "--json")]
+    answer = [command("secret", "set", "ONE_KEY", "--json")]
     monkeypatch.setenv("HIDDEN", "sk-of-a-variable")
-    told.append(command("secret", "set", "TWO_KEY", "--env", "HIDDEN", "--scope", "workspace", "--json"))
-    told.append(command("secret", "list", "--json"))
-    assert all(each.code == 0 and "sk-of" not in each.out + each.err for each in told)
+    answer.append(command("secret", "set", "TWO_KEY", "--env", "HIDDEN", "--scope", "workspace", "--json"))
+    answer.append(command("secret", "list", "--json"))
+    assert all(each.code == 0 and "sk-of" not in each.out + each.err for each in answer)
     assert {row.split("\t")[0] for row in command("secret", "list", "--plain").out.splitlines()} == {"ONE_KEY", "TWO_KEY"}
     assert command("secret", "delete", "ONE_KEY", "--json").json == {"name": "ONE_KEY", "scope": "personal", "deleted": True}
     assert command("secret", "delete", "TWO_KEY", "--scope", "workspace").code == 0
@@ -111,8 +111,8 @@ def test_a_secret_comes_from_stdin_or_a_variable_and_its_value_is_never_told(com
 
 def test_an_empty_stdin_is_no_secret(command, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
-    told = command("secret", "set", "EMPTY_KEY", "--json")
-    assert (told.code, told.error) == (2, "config_error")
+    answer = command("secret", "set", "EMPTY_KEY", "--json")
+    assert (answer.code, answer.error) == (2, "config_error")
 
 
 def test_a_rollout_is_written_listed_and_never_written_over_unasked(command):

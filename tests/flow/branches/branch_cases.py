@@ -29,14 +29,14 @@ class Branching:
         rollout = make_rollout(name, task.id, 0)
         await self.pool.open_group(task, [rollout], seq=None)
         await self.runner.run(rollout, task, Sampling(max_tokens=200))
-        return await self.pool.attempt(rollout.id)
+        return await self.pool.rollout(rollout.id)
 
     async def branch(self, attempt, *steps):
         """The branches of a recorded rollout from each of these steps."""
-        points = [BranchPoint(rollout_id=attempt.rollout.id, step=step) for step in steps]
+        points = [BranchPoint(rollout_id=attempt.ref.id, step=step) for step in steps]
         sampling = Sampling(max_tokens=200)
         names = await run_branches(points, self.runner, pool=self.pool, sampling=sampling, limits=self.limits)
-        return [await self.pool.attempt(name) for name in names]
+        return [await self.pool.rollout(name) for name in names]
 
 
 @contextlib.asynccontextmanager
@@ -53,7 +53,7 @@ async def branching(renderer, script, run, grade=None, *, pool=None, **limits):
 
 
 def choices(*words, seed=0):
-    """An engine that says one of these words, drawn anew for every request."""
+    """An engine that says one of these words, drawn again for every request."""
     draw = random.Random(seed)
     return lambda ids: draw.choice(words)
 

@@ -15,7 +15,7 @@ from penstock import AgentWorkflow, Grader
 class Asker(AgentWorkflow):
     async def run(self, ctx):
         client, messages = ctx.openai(), list(ctx.prompt)
-        clock = f"it is {uuid.uuid4()}" if ctx.metadata["n"] == 1 else "go on"
+        clock = f"it is {uuid.uuid4()}" if ctx.metadata["n"] == 1 else "continue"
         for turn in range(3):
             made = await client.chat.completions.create(model="any", messages=messages, max_tokens=16)
             messages += [{"role": "assistant", "content": made.choices[0].message.content}, {"role": "user", "content": clock}]
@@ -52,7 +52,7 @@ def result(capsys, *arguments: str, code: int = 0):
     return json.loads(capsys.readouterr().out)
 
 
-def test_every_step_gets_a_value_and_the_same_command_has_nothing_left_to_do(project, capsys):
+def test_every_step_gets_a_value_once(project, capsys):
     found = result(capsys, "eval-0.0.1", "--all-steps", "-n", "2")
     assert [step["step"] for step in found["steps"]] == [0, 1, 2]
     assert all(step["value"]["value"] == 3.0 and step["gain"] == 0.0 for step in found["steps"])
@@ -71,7 +71,7 @@ def test_one_step_as_text_says_where_the_branches_are(project, capsys):
     assert "2 completed" in text and "penstock pool show runs/branches/asked-eval-0.0.1 eval-0.0.1.step1" in text
 
 
-def test_a_program_that_tells_the_time_is_told_at_which_byte(project, capsys):
+def test_program_that_reports_time_is_reported_at_which_byte(project, capsys):
     found = result(capsys, "eval-1.0.1", "--step", "2", "-n", "2", code=1)
     (step,) = found["steps"]
     assert (step["value"], step["ends"]) == (None, {"branch_diverged": 2})
@@ -87,7 +87,7 @@ def test_a_program_that_tells_the_time_is_told_at_which_byte(project, capsys):
         (["runs/evals/other", "eval-0.0.1", "--step", "0"], "not a run folder"),
     ],
 )
-def test_mistakes_are_told_in_one_line(project, capsys, arguments, words):
+def test_mistakes_are_reported_in_one_line(project, capsys, arguments, words):
     capsys.readouterr()
     assert run(["branch", *arguments]) == 2
     error = capsys.readouterr().err

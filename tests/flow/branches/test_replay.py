@@ -7,20 +7,13 @@ from dataclasses import replace
 import pytest
 from branch_cases import branching, choices, replies
 
-from penstock.chat.renderer import Renderer
 from penstock.errors import PoolError
 from penstock.records import End
 from penstock.rollout.branches import calls_of, spread_calls
-from penstock.testing import write_tokenizer
 from penstock.train.sequences import exactness, read_graph, why_untrainable
 
 MATTERS = 2
 """The call whose reply decides the reward."""
-
-
-@pytest.fixture(scope="module")
-def renderer(tmp_path_factory):
-    return Renderer.load(write_tokenizer(tmp_path_factory.mktemp("model")))
 
 
 async def ask(ctx, messages, **options):
@@ -33,21 +26,21 @@ async def four_calls(ctx):
     messages = list(ctx.prompt)
     for number in range(4):
         messages.append({"role": "assistant", "content": await ask(ctx, messages)})
-        messages.append({"role": "user", "content": f"go on, {number}"})
+        messages.append({"role": "user", "content": f"continue, {number}"})
 
 
 async def third_is_left(ctx):
     ctx.set_reward(float(ctx.sample.replies[MATTERS]["content"] == "left"))
 
 
-def test_step_values_of_branches_find_the_one_call_of_four_that_matters(renderer):
+def test_branch_values_find_the_call_that_matters(renderer):
     async def main():
         script = choices("left", "right", seed=3)
         async with branching(renderer, script, four_calls, third_is_left, branches=10, concurrency=1) as stage:
             recorded = await stage.record()
             made = await stage.branch(recorded, 0, 1, 2, 3)
             assert {attempt.end for attempt in made} == {End.COMPLETED}
-            values = [statistics.fmean(a.reward for a in made if a.rollout.branch.step == step) for step in range(4)]
+            values = [statistics.fmean(a.reward for a in made if a.ref.branch.step == step) for step in range(4)]
             gains = [after - before for before, after in zip(values, [*values[1:], recorded.reward], strict=True)]
             assert max(range(4), key=lambda step: abs(gains[step])) == MATTERS
             assert values[3] == recorded.reward and all(0.2 < value < 0.8 for value in values[:3])
@@ -55,7 +48,7 @@ def test_step_values_of_branches_find_the_one_call_of_four_that_matters(renderer
     asyncio.run(main())
 
 
-def test_a_branch_repeats_the_record_up_to_its_step_and_samples_from_there(renderer):
+def test_branch_repeats_record_up_to_step_and_samples_from_there(renderer):
     async def main():
         async with branching(renderer, choices("left", "right"), four_calls, third_is_left, branches=8) as stage:
             recorded = await stage.record()
@@ -70,9 +63,13 @@ def test_a_branch_repeats_the_record_up_to_its_step_and_samples_from_there(rende
                         before.completion_ids,
                         before.logprobs,
                     )
-                    assert (step.answer, step.created, step.context) == (before.answer, before.created, before.context)
+                    assert (step.answer, step.created, step.context_digest) == (
+                        before.answer,
+                        before.created,
+                        before.context_digest,
+                    )
                 assert attempt.nodes[:3] == tuple(
-                    type(node)(**{**_fields(node), "rollout_id": attempt.rollout.id}) for node in recorded.nodes[:3]
+                    type(node)(**{**_fields(node), "rollout_id": attempt.ref.id}) for node in recorded.nodes[:3]
                 )
                 assert exactness(attempt).rate == 1.0
                 graph = read_graph(attempt)
@@ -86,7 +83,7 @@ def _fields(record):
     return {name: getattr(record, name) for name in record.__dataclass_fields__}
 
 
-def test_a_request_that_differs_is_named_at_its_byte_and_the_branch_is_void(renderer):
+def test_different_request_is_located_and_voids_the_branch(renderer):
     runs = iter(range(100))
 
     async def forgetful(ctx):
@@ -108,7 +105,7 @@ def test_a_request_that_differs_is_named_at_its_byte_and_the_branch_is_void(rend
     asyncio.run(main())
 
 
-def test_an_agent_that_hides_the_refusal_is_void_all_the_same(renderer):
+def test_agent_that_hides_refusal_is_void_anyway(renderer):
     runs = iter(range(100))
 
     async def stubborn(ctx):
@@ -138,7 +135,7 @@ def test_a_program_that_ends_before_the_step_is_void(renderer):
         messages = list(ctx.prompt)
         for _ in range(3 if next(runs) == 0 else 2):
             messages.append({"role": "assistant", "content": await ask(ctx, messages)})
-            messages.append({"role": "user", "content": "go on"})
+            messages.append({"role": "user", "content": "continue"})
 
     async def good(ctx):
         ctx.set_reward(1.0)
@@ -153,7 +150,7 @@ def test_a_program_that_ends_before_the_step_is_void(renderer):
     asyncio.run(main())
 
 
-def test_calls_of_agents_that_run_at_once_may_come_in_another_order(renderer):
+def test_concurrent_calls_may_be_reordered(renderer):
     runs = iter(range(100))
 
     async def talk(ctx, name, turns, turn_of):
@@ -161,7 +158,7 @@ def test_calls_of_agents_that_run_at_once_may_come_in_another_order(renderer):
         for number in range(turns):
             await turn_of(name, number)
             messages.append({"role": "assistant", "content": await ask(ctx, messages)})
-            messages.append({"role": "user", "content": "go on"})
+            messages.append({"role": "user", "content": "continue"})
 
     async def pair(ctx):
         order = [("a", 0), ("b", 0), ("a", 1), ("b", 1)]
@@ -201,7 +198,7 @@ def test_branches_of_an_unknown_rollout_or_step_are_refused(renderer):
             recorded = await stage.record()
             (made,) = await stage.branch(recorded, 9)
             assert made.end is End.BRANCH_DIVERGED and "has no step 9" in made.message
-            nobody = replace(recorded, rollout=replace(recorded.rollout, id="nobody"))
+            nobody = replace(recorded, ref=replace(recorded.ref, id="nobody"))
             with pytest.raises(ExceptionGroup) as caught:
                 await stage.branch(nobody, 0)
             assert caught.group_contains(PoolError)
@@ -209,13 +206,13 @@ def test_branches_of_an_unknown_rollout_or_step_are_refused(renderer):
     asyncio.run(main())
 
 
-def test_branches_that_an_earlier_process_left_are_made_again_and_others_are_not(renderer):
+def test_unfinished_branches_are_made_again(renderer):
     async def main():
         async with branching(renderer, choices("left", "right"), four_calls, third_is_left, branches=3) as stage:
             recorded = await stage.record()
             first = await stage.branch(recorded, 3)
             again = await stage.branch(recorded, 3)
-            assert [attempt.rollout.id for attempt in again] == [attempt.rollout.id for attempt in first]
+            assert [attempt.ref.id for attempt in again] == [attempt.ref.id for attempt in first]
             assert again == first
 
     asyncio.run(main())

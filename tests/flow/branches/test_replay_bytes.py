@@ -5,18 +5,12 @@ import asyncio
 import pytest
 from rollout_cases import TASK
 
-from penstock.chat.renderer import Renderer
 from penstock.records import BranchPoint, Sampling, make_rollout
-from penstock.testing import ScriptedEngine, workbench, write_tokenizer
+from penstock.testing import ScriptedEngine, workbench
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
 CHAT_TOOL = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": PARAMETERS}}
-
-
-@pytest.fixture(scope="module")
-def renderer(tmp_path_factory):
-    return Renderer.load(write_tokenizer(tmp_path_factory.mktemp("model")))
 
 
 async def chat(client, rollout, **options):
@@ -93,7 +87,7 @@ def test_a_replayed_stream_says_the_same(renderer):
     asyncio.run(main())
 
 
-def test_a_retry_gets_the_replay_again_and_nothing_is_recorded_twice(renderer):
+def test_retry_gets_replay_again_and_nothing_is_recorded_twice(renderer):
     async def main():
         async with workbench(ScriptedEngine([CALL, "It is 5."], renderer.tokenizer), renderer) as bench:
             session = await bench.rollout()

@@ -13,7 +13,6 @@ from penstock.config import load_config
 from penstock.records import End
 from penstock.sdk.dataset import load_tasks
 from penstock.sdk.discovery import open_agent
-from penstock.sdk.flows.agent import is_flow_agent, with_run_settings
 from penstock.testing import write_tokenizer
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -45,12 +44,12 @@ def policy(renderer, label):
     def reply(prompt):
         text = renderer.tokenizer.decode(prompt)
         asked = text.rpartition("What is ")[2] if "multiply" in text else text
-        told = asked.count("<tool_response>\n")
+        reported = asked.count("<tool_response>\n")
         if "Name in a few words" in text:
             return "the Orrin lighthouse"
-        if not told and "multiply" in text:
+        if not reported and "multiply" in text:
             return '<tool_call>\n{"name": "multiply", "arguments": {"a": 6, "b": 7}}\n</tool_call>'
-        if not told:
+        if not reported:
             return '<tool_call>\n{"name": "search", "arguments": {"query": "lighthouse"}}\n</tool_call>'
         if "hand over to the writer" in text:
             return '<tool_call>\n{"name": "transfer_to_writer", "arguments": {}}\n</tool_call>'
@@ -64,8 +63,8 @@ def policy(renderer, label):
 def test_replays_of_an_example_repeat_its_record(name, model):
     config, renderer = load_config(EXAMPLES / f"{name}.toml"), Renderer.load(model)
     agent = open_agent(config.agent, config.workflow, config.grader)
-    task = load_tasks(config.dataset.train, limit=1, columns=is_flow_agent(agent))[0]
-    agent = with_run_settings(agent, model=model, group_size=1)
+    task = load_tasks(config.dataset.train, limit=1, columns=agent.kind.keeps_columns)[0]
+    agent = agent.kind.with_run_settings(agent, model=model, group_size=1)
     count = REPLAYS // len(AGENTS)
 
     async def main():
@@ -88,4 +87,6 @@ def test_replays_of_an_example_repeat_its_record(name, model):
 
 
 def written(step):
-    return orjson.dumps([step.message, step.completion_ids, step.logprobs, step.answer, step.created, step.context, step.finish])
+    return orjson.dumps(
+        [step.message, step.completion_ids, step.logprobs, step.answer, step.created, step.context_digest, step.finish]
+    )

@@ -31,13 +31,7 @@ train = "tasks.jsonl"
 """
 
 
-@pytest.fixture
-def project(tmp_path: Path) -> Path:
-    """A folder in which everything is right."""
-    (tmp_path / "agent.py").write_text(AGENT)
-    (tmp_path / "tasks.jsonl").write_text('{"prompt": "2 times 3?", "label": "6"}\n')
-    (tmp_path / "train.toml").write_text(CONFIG)
-    return tmp_path
+pytestmark = pytest.mark.project(agent=AGENT, config=CONFIG, tasks=[{"prompt": "2 times 3?", "label": "6"}])
 
 
 def penstock(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -58,12 +52,12 @@ def refused(project: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captur
 
     def line(*arguments: str) -> str:
         code = run([*arguments])
-        return told(project, code, *capfd.readouterr())
+        return reported(project, code, *capfd.readouterr())
 
     return line
 
 
-def told(folder: Path, code: int, out: str, err: str) -> str:
+def reported(folder: Path, code: int, out: str, err: str) -> str:
     """The one line of a refusal that left nothing behind."""
     assert (code, out) == (2, ""), err
     lines = err.splitlines()
@@ -75,7 +69,7 @@ def told(folder: Path, code: int, out: str, err: str) -> str:
 
 def test_the_command_itself_exits_as_it_is_refused(project):
     result = penstock(project, "train", "absent.toml")
-    assert "absent.toml: no such file" in told(project, result.returncode, result.stdout, result.stderr)
+    assert "absent.toml: no such file" in reported(project, result.returncode, result.stdout, result.stderr)
 
 
 def test_bad_toml(project, refused):
@@ -139,14 +133,14 @@ def test_a_part_that_does_not_exist(key, refused):
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (("train.advantage_settings={k=2}",), "'grpo' has no settings of its own"),
+        (("train.advantage_settings={k=2}",), "'grpo' has no settings"),
         (("train.advantage='pass_at_k'", "train.advantage_settings={kk=2}"), "did you mean 'k'?"),
         (("train.loss='gspo'", "train.clip_low=0.1"), "train.clip_low is a setting of train.loss = 'clip'"),
         (("train.optimizer='muonn'",), "did you mean 'muon'?"),
         (("train.optimizer_settings={beta=2}",), "adamw has no setting 'beta'"),
     ],
 )
-def test_settings_of_the_algorithm_are_checked_before_a_model_is_fetched(overrides, says, refused):
+def test_settings_of_algorithm_are_checked_before_model_is_fetched(overrides, says, refused):
     given = [word for override in overrides for word in ("--set", override)]
     assert says in refused("train", "train.toml", *given)
 

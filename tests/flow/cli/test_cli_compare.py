@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_cases import called, write_project
+from cli_cases import called
 from safetensors.torch import load_file
 from torch import Tensor
 
 from penstock.models import find_cached
+from penstock.testing import write_project
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +26,7 @@ train = {steps = 2, lr = 1e-2, checkpoint_every = 1, attack_grader = false}
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With a run and its control."""
-    folder = write_project(tmp_path_factory.mktemp("compare"), CONFIG)
+    folder = write_project(tmp_path_factory.mktemp("compare"), config=CONFIG)
     assert called(folder, "train", "train.toml").returncode == 0
     control = called(folder, "train", "train.toml", "--control")
     assert control.returncode == 0, control.stderr
@@ -52,8 +53,8 @@ def test_the_control_draws_the_same_tasks_and_its_weights_stay(project: Path):
 
 
 def test_runs_are_paired_by_task(project: Path):
-    told = called(project, "compare", "runs/short-control", "runs/short", "--json")
-    found = json.loads(told.stdout)
+    reported = called(project, "compare", "runs/short-control", "runs/short", "--json")
+    found = json.loads(reported.stdout)
     assert (found["first"], found["second"], found["same_seed"]) == ("runs/short-control", "runs/short", True)
     assert (found["held_out"]["pairs"], found["training"]["pairs"]) == (4, 4)
     assert found["training"]["left_out"] == 0
@@ -66,8 +67,8 @@ def test_runs_are_paired_by_task(project: Path):
     assert "no difference is established" in text
 
 
-def test_a_folder_that_is_no_run_is_refused_in_a_line(project: Path):
-    told = called(project, "compare", "runs/short", "runs/nothing")
-    assert told.returncode == 2
-    assert "runs/nothing" in told.stderr
-    assert "Traceback" not in told.stderr
+def test_folder_that_is_not_run_is_rejected_in_line(project: Path):
+    reported = called(project, "compare", "runs/short", "runs/nothing")
+    assert reported.returncode == 2
+    assert "runs/nothing" in reported.stderr
+    assert "Traceback" not in reported.stderr

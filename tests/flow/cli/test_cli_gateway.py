@@ -1,4 +1,4 @@
-"""`penstock gateway` in a process of its own: from its one line of JSON to its exit code."""
+"""`penstock gateway` in its own process: from its one line of JSON to its exit code."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ from prometheus_text import read
 
 from penstock.gateway.standalone import ModelFiles, make_folder, read_settings
 from penstock.pool.sqlite import SqlitePool
-from penstock.records import Attempt, End
+from penstock.records import End, Rollout
 from penstock.run.folder import find_run_folder
 
 CLIENT = """
@@ -34,11 +34,11 @@ print(client.responses.create(model="any", input="Hello").output_text)
 """
 
 
-def recorded(folder: Path, rollout_id: str) -> Attempt:
-    async def look() -> Attempt:
+def recorded(folder: Path, rollout_id: str) -> Rollout:
+    async def look() -> Rollout:
         pool = SqlitePool(folder / "run")
         try:
-            return await pool.attempt(rollout_id)
+            return await pool.rollout(rollout_id)
         finally:
             await pool.close()
 
@@ -67,7 +67,7 @@ def test_a_runner_elsewhere_goes_the_whole_way_over_plain_http(tmp_path):
     assert attempt.steps[0].sampling.temperature == 0.7
 
 
-def test_the_openai_client_of_another_process_is_recorded_on_one_path(tmp_path):
+def test_openai_client_of_another_process_is_recorded_on_one_path(tmp_path):
     with served(tmp_path) as gateway:
         opened = gateway.rollout()
         command = [sys.executable, "-c", CLIENT, json.dumps(opened)]
@@ -85,7 +85,7 @@ def test_a_signal_stops_it_in_good_order(tmp_path, number, code):
         assert gateway.stop(number)[0] == code
 
 
-def test_a_call_that_outlasts_the_drain_is_cancelled_and_what_was_sampled_is_kept(tmp_path):
+def test_call_that_outlasts_the_drain_is_cancelled_and_kept(tmp_path):
     with served(tmp_path, "--set", "gateway.drain_s=0.2") as gateway:
         opened = gateway.rollout()
         with gateway.connection() as connection:
@@ -109,7 +109,7 @@ def test_a_second_ctrl_c_waits_for_nobody(tmp_path):
 
 
 def _begin_stalled(connection, token):
-    """A stream that has begun and goes on no further."""
+    """A stream that has begun and continues no further."""
     body = {"model": "any", "messages": [{"role": "user", "content": "stall"}], "stream": True}
     connection.request("POST", "/v1/chat/completions", json.dumps(body), {"authorization": f"Bearer {token}"})
     response = connection.getresponse()
@@ -119,7 +119,7 @@ def _begin_stalled(connection, token):
             pass
 
 
-def test_tokens_are_for_the_owner_only_and_hold_after_a_restart(tmp_path):
+def test_tokens_are_for_owner_only_and_hold_after_restart(tmp_path):
     with served(tmp_path) as gateway:
         file = Path(gateway.ready["tokens"])
         assert stat.S_IMODE(file.stat().st_mode) == stat.S_IMODE((tmp_path / "run" / "secret").stat().st_mode) == 0o600
@@ -133,13 +133,13 @@ def test_tokens_are_for_the_owner_only_and_hold_after_a_restart(tmp_path):
     assert [node.parent for node in recorded(tmp_path, opened["rollout_id"]).nodes] == [None, 0]
 
 
-def test_what_it_can_be_reached_by_is_said_where_that_is_more_than_this_machine(tmp_path):
+def test_reachable_addresses_are_printed(tmp_path):
     with served(tmp_path, "--host", "0.0.0.0", "--set", 'gateway.hosts=["gate.example"]') as gateway:
         assert gateway.ready["base_url"].startswith("http://gate.example:")
         assert "other machines" in gateway.stop()[1]
 
 
-def test_a_port_that_is_taken_is_one_line_and_exit_code_2(tmp_path):
+def test_taken_port_is_one_line_and_exit_code_2(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         result = ran("gateway", "--engine", ENGINE, "--port", port, "--folder", tmp_path / "run")
@@ -157,13 +157,12 @@ REFUSALS = {
     "did you mean 'stall_s'?": ["--set", "gateway.stal_s=1"],
     "unknown key 'engine.url'": ["--set", "engine.url=x"],
     "gateway.drain_s": ["--set", "gateway.drain_s=-1"],
-    "weights of its own": ["--workers", "2"],
-    "cannot be shared": ["--engine", ENGINE, "--workers", "2", "--pool", "memory"],
+    "PostgreSQL": ["--workers", "2"],
     "--workers": ["--workers", "0"],
 }
 
 
-def test_what_cannot_be_used_is_one_line_and_exit_code_2_before_torch_is_loaded(tmp_path):
+def test_invalid_input_exits_with_2_before_torch_loads(tmp_path):
     code = (
         f"import sys\nfrom penstock.cli.app import run\nfor arguments in {[*REFUSALS.values()]!r}:\n"
         f"    assert run(['gateway', '--folder', {str(tmp_path / 'run')!r}, *arguments]) == 2\n"
@@ -175,11 +174,11 @@ def test_what_cannot_be_used_is_one_line_and_exit_code_2_before_torch_is_loaded(
     assert [words for words, line in zip(REFUSALS, lines, strict=True) if words not in line] == [], lines
 
 
-def test_servers_that_do_not_answer_are_named_and_exit_code_2(tmp_path):
+def test_silent_servers_are_named_with_exit_code_2(tmp_path):
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
-        with pytest.raises(AssertionError, match=f"exit code 2.*{url}"), served(tmp_path, "--url", url, engine="vllm"):
+        with pytest.raises(AssertionError, match=f"{url}"), served(tmp_path, "--url", url, engine="vllm"):
             pass
 
 
@@ -196,21 +195,6 @@ def test_a_folder_that_was_recorded_with_another_model_is_refused(tmp_path):
     (tmp_path / "model").rename(tmp_path / "other")
     result = ran("gateway", "--engine", ENGINE, "--model", tmp_path / "other", "--folder", tmp_path / "run")
     assert (result.returncode, "was recorded with model" in result.stderr) == (2, True)
-
-
-def test_several_workers_are_one_gateway(tmp_path):
-    with served(tmp_path, "--workers", 2) as gateway:
-        assert (gateway.ready["workers"], len(set(gateway.ready["worker_pids"]))) == (2, 2)
-        opened, talk = gateway.rollout(), [USER]
-        for _ in range(12):
-            status, answer = gateway.chat(opened["token"], *talk)
-            assert status == 200
-            talk += [answer["choices"][0]["message"], USER]
-        assert gateway.stop()[0] == 0
-    attempt = recorded(tmp_path, opened["rollout_id"])
-    assert [step.index for step in attempt.steps] == list(range(12))
-    assert [node.parent for node in attempt.nodes] == [None, *range(11)]
-    assert len({step.answer for step in attempt.steps}) == 12
 
 
 def test_spans_go_to_the_collector_that_the_environment_names(tmp_path, monkeypatch):
@@ -241,7 +225,7 @@ def test_spans_go_to_the_collector_that_the_environment_names(tmp_path, monkeypa
     assert b"6 times 7" not in spans
 
 
-def test_what_a_gateway_before_servers_recorded_is_read_back_by_other_commands(tmp_path):
+def test_gateway_record_is_readable_by_other_commands(tmp_path):
     settings = read_settings({"engine": {"name": "vllm", "url": ["http://127.0.0.1:9"]}})
     make_folder(tmp_path / "record", settings, ModelFiles("any", tmp_path))
     assert find_run_folder(tmp_path / "record").config().engine.url == ("http://127.0.0.1:9",)

@@ -17,7 +17,8 @@ from penstock.cli.app import run
 from penstock.cli.pool import app
 from penstock.pool.base import Pool
 from penstock.pool.sqlite import SqlitePool
-from penstock.records import End, Grade, Mark, Node, Sampling, Step, Task, make_rollout
+from penstock.records import End, Grade, Mark, Task, make_rollout
+from penstock.testing import make_node, make_step
 
 TASK = Task(id="t1", prompt=({"role": "user", "content": "6 · 7?"},), label="42")
 
@@ -35,27 +36,16 @@ def act(folder: Path, work: Callable[[Pool], Awaitable[None]]) -> None:
 
 async def add_step(pool: Pool, rollout_id: str) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "multiply", "arguments": '{"a": 6}'}}
-    node = Node(
-        rollout_id=rollout_id,
-        id=0,
-        parent=None,
-        token_ids=(1, 2, 3),
-        chain="n",
-        messages=TASK.prompt,
-        tools=({"type": "function", "function": {"name": "multiply"}},),
+    node = make_node(
+        rollout_id, 0, (1, 2, 3), messages=TASK.prompt, tools=({"type": "function", "function": {"name": "multiply"}},)
     )
-    step = Step(
-        rollout_id=rollout_id,
-        index=0,
-        node=0,
-        transcript="main",
-        completion_ids=(4, 5),
+    step = make_step(
+        rollout_id,
+        0,
+        (4, 5),
         logprobs=(-0.5, -0.25),
         versions=(3, 4),
-        sampling=Sampling(),
-        finish="stop",
         message={"role": "assistant", "content": "I will multiply.", "tool_calls": [call]},
-        chain="s",
     )
     await pool.append(step, node)
 
@@ -82,7 +72,7 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def told(capsys: pytest.CaptureFixture[str], *arguments: Any, code: int = 0) -> dict[str, Any]:
+def reported(capsys: pytest.CaptureFixture[str], *arguments: Any, code: int = 0) -> dict[str, Any]:
     """What a command prints as JSON."""
     capsys.readouterr()
     assert run(["pool", *map(str, arguments), "--json"]) == code
@@ -99,7 +89,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: Any, code: int = 0) -> 
 
 
 def test_stats_counts_each_channel(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    stats = told(capsys, "stats", folder)
+    stats = reported(capsys, "stats", folder)
     train = stats["channels"]["train"]
     assert (train["groups"], train["groups_by_state"], train["rollouts"]) == (3, {"open": 2, "ready": 1}, 6)
     assert (train["steps"], train["tokens"], train["ends"]) == (6, 12, {"completed": 1, "agent_error": 1})
@@ -111,9 +101,9 @@ def test_stats_counts_each_channel(folder: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_show_lists_groups_page_by_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert [group["id"] for group in told(capsys, "show", folder)["groups"]] == ["train-0", "train-1", "train-2", "val-0"]
-    assert [group["id"] for group in told(capsys, "show", folder, "--limit", 1)["groups"]] == ["train-2", "val-0"]
-    page = told(capsys, "show", folder, "--channel", "train", "--first", 0, "--limit", 2)["groups"]
+    assert [group["id"] for group in reported(capsys, "show", folder)["groups"]] == ["train-0", "train-1", "train-2", "val-0"]
+    assert [group["id"] for group in reported(capsys, "show", folder, "--limit", 1)["groups"]] == ["train-2", "val-0"]
+    page = reported(capsys, "show", folder, "--channel", "train", "--first", 0, "--limit", 2)["groups"]
     assert [(group["id"], group["ends"], group["reward"]) for group in page] == [
         ("train-0", {"completed": 1, "agent_error": 1}, 0.0),
         ("train-1", {"running": 2}, None),
@@ -121,12 +111,12 @@ def test_show_lists_groups_page_by_page(folder: Path, capsys: pytest.CaptureFixt
     assert "train-0  t1    2         1 completed, 1 agent_error  0.000   2      4" in said(capsys, "show", folder)
 
 
-def test_show_of_a_group_lists_its_rollouts_and_of_a_rollout_all_of_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert [(one["id"], one["end"]) for one in told(capsys, "show", folder, "train-0")["rollouts"]] == [
+def test_show_of_group_lists_rollouts_and_of_rollout_of_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert [(one["id"], one["end"]) for one in reported(capsys, "show", folder, "train-0")["rollouts"]] == [
         ("train-0.0.1", "completed"),
         ("train-0.1.1", "agent_error"),
     ]
-    attempt = told(capsys, "show", folder, "train-0.1.1")["attempt"]
+    attempt = reported(capsys, "show", folder, "train-0.1.1")["attempt"]
     assert (attempt["steps"][0]["completion_ids"], attempt["steps"][0]["versions"]) == ([4, 5], [3, 4])
     text = said(capsys, "show", folder, "train-0.1.1")
     for part in ("agent_error: ValueError: no", "1 from exact", "quality 0.5, short", "tools multiply", "I will multiply."):
@@ -134,8 +124,8 @@ def test_show_of_a_group_lists_its_rollouts_and_of_a_rollout_all_of_it(folder: P
     assert "0     main        3           2        3-4      stop" in text
 
 
-def test_verify_of_a_sound_pool_says_so_and_of_a_damaged_one_what_is_hit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = told(capsys, "verify", folder)
+def test_verify_reports_sound_and_damaged_pools(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = reported(capsys, "verify", folder)
     assert (found["status"], found["groups"], found["rollouts"], found["steps"], found["findings"]) == ("sound", 4, 7, 6, [])
     with closing(sqlite3.connect(folder / "pool.db")) as other, other:
         other.execute("UPDATE steps SET logprobs = zeroblob(8) WHERE rollout_id = 'train-1.0.1'")
@@ -143,7 +133,7 @@ def test_verify_of_a_sound_pool_says_so_and_of_a_damaged_one_what_is_hit(folder:
         other.execute("DELETE FROM nodes WHERE rollout_id = 'train-2.0.1'")
         other.execute("UPDATE ledger SET version = 9")
         other.execute("UPDATE tally SET n = n + 1 WHERE kind = 'count' AND name = 'steps'")
-    found = told(capsys, "verify", folder, code=1)
+    found = reported(capsys, "verify", folder, code=1)
     hit = {(finding["table"], finding["id"]) for finding in found["findings"]}
     assert {("steps", "train-1.0.1"), ("rollouts", "train-0.1.1"), ("steps", "train-2.0.1"), ("tally", "")} <= hit
     assert "is DAMAGED" in said(capsys, "verify", folder, code=1)
@@ -151,23 +141,23 @@ def test_verify_of_a_sound_pool_says_so_and_of_a_damaged_one_what_is_hit(folder:
 
 def test_verify_names_a_file_that_is_no_pool_any_more(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "pool.db").write_bytes(b"\0" * 20_000)
-    [finding] = told(capsys, "verify", folder, code=1)["findings"]
+    [finding] = reported(capsys, "verify", folder, code=1)["findings"]
     assert finding["table"] == "file"
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
 def test_an_export_comes_back_by_import(form: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    wrote = told(capsys, "export", folder, "--format", form, "--out", tmp_path / "out")
+    wrote = reported(capsys, "export", folder, "--format", form, "--out", tmp_path / "out")
     assert (wrote["groups"], wrote["rollouts"], wrote["channels"]) == (4, 7, ["train", "val"])
-    assert told(capsys, "import", tmp_path / "out", "--into", tmp_path / "back")["known"] == 0
-    assert told(capsys, "import", tmp_path / "out", "--into", tmp_path / "back")["known"] == 6
-    assert told(capsys, "verify", tmp_path / "back")["status"] == "sound"
+    assert reported(capsys, "import", tmp_path / "out", "--into", tmp_path / "back")["known"] == 0
+    assert reported(capsys, "import", tmp_path / "out", "--into", tmp_path / "back")["known"] == 6
+    assert reported(capsys, "verify", tmp_path / "back")["status"] == "sound"
     for name in ("train-0.1.1", "train-2.0.1", "val-0.0.1"):
-        assert told(capsys, "show", tmp_path / "back", name) == told(capsys, "show", folder, name)
+        assert reported(capsys, "show", tmp_path / "back", name) == reported(capsys, "show", folder, name)
 
 
 def test_an_export_of_one_channel_holds_that_alone(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert told(capsys, "export", folder, "--channel", "val", "--out", tmp_path / "val.jsonl")["groups"] == 1
+    assert reported(capsys, "export", folder, "--channel", "val", "--out", tmp_path / "val.jsonl")["groups"] == 1
     assert "4 groups, 7 rollouts, 6 steps" in said(capsys, "export", folder, "--format", "atif", "--out", tmp_path / "atif")
     assert len(list((tmp_path / "atif").iterdir())) == 7
 
@@ -196,7 +186,7 @@ def test_bad_input_is_one_line(
     assert not (folder.parent / "new").exists()
 
 
-def test_a_run_that_kept_nothing_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_that_kept_nothing_reports_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"config": {"pool": {"name": "memory"}}, "datasets": {}}))
     assert "kept its steps in memory" in said(capsys, "stats", tmp_path, code=2)
     (tmp_path / "config.json").write_text(json.dumps({"config": {"pool": {"name": "sqlite"}}, "datasets": {}}))
@@ -204,22 +194,20 @@ def test_a_run_that_kept_nothing_says_so(tmp_path: Path, capsys: pytest.CaptureF
     assert not (tmp_path / "pool.db").exists()
 
 
-def test_compact_gives_back_what_gaps_took_and_refuses_while_the_pool_is_open(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_compact_frees_space_and_refuses_open_pools(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with closing(sqlite3.connect(folder / "pool.db", isolation_level=None)) as other:
         other.execute("CREATE TABLE ballast AS SELECT randomblob(400000) AS bytes")
         other.execute("DROP TABLE ballast")
 
     async def meanwhile(pool: Pool) -> None:
-        found = await asyncio.to_thread(told, capsys, "compact", folder, code=1)
+        found = await asyncio.to_thread(reported, capsys, "compact", folder, code=1)
         assert "another process has it open; stop the training" in found["error"]["message"]
         await pool.end("train-1.0.1", End.COMPLETED)
 
     act(folder, meanwhile)
-    shrunk = told(capsys, "compact", folder)
+    shrunk = reported(capsys, "compact", folder)
     assert shrunk["bytes_after"] < shrunk["bytes_before"] - 390_000
-    assert told(capsys, "verify", folder)["status"] == "sound"
+    assert reported(capsys, "verify", folder)["status"] == "sound"
     with closing(sqlite3.connect(folder / "pool.db")) as other:
         assert other.execute("PRAGMA journal_mode").fetchone() == ("wal",)
 
@@ -227,7 +215,7 @@ def test_compact_gives_back_what_gaps_took_and_refuses_while_the_pool_is_open(
 def test_looking_changes_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = (folder / "pool.db").read_bytes()
     for arguments in (["stats", folder], ["show", folder], ["verify", folder]):
-        told(capsys, *arguments)
+        reported(capsys, *arguments)
     assert (folder / "pool.db").read_bytes() == before
 
 
@@ -235,13 +223,13 @@ def test_looking_changes_nothing(folder: Path, capsys: pytest.CaptureFixture[str
 def test_a_pool_that_cannot_be_written_is_verified(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder.chmod(0o500)
     try:
-        assert told(capsys, "verify", folder)["status"] == "sound"
+        assert reported(capsys, "verify", folder)["status"] == "sound"
     finally:
         folder.chmod(0o700)
 
 
 @pytest.mark.slow
-def test_a_gateway_that_serves_is_looked_into_and_goes_on(tmp_path: Path) -> None:
+def test_gateway_that_serves_is_looked_into_and_continues(tmp_path: Path) -> None:
     with served(tmp_path) as gateway:
         opened = gateway.rollout()
         for _ in range(2):
@@ -258,7 +246,7 @@ def test_a_gateway_that_serves_is_looked_into_and_goes_on(tmp_path: Path) -> Non
 def test_every_command_of_the_page_works(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page = (Path(__file__).parents[3] / "docs" / "pool.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "dashboard.md").read_text()
     lines = re.findall(r"^penstock (pool \w+ [^#\n]*)", page, re.MULTILINE)
     monkeypatch.chdir(tmp_path)
     act(tmp_path / "runs" / "multiply", lambda pool: fill(pool, groups=4))

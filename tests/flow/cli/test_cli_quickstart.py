@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from penstock.cli.app import run
+from penstock.cli.scaffold import TEMPLATES
 from penstock.config import load_config
 from penstock.sdk.dataset import load_tasks
 from penstock.sdk.discovery import open_agent
-from penstock.sdk.flows.agent import is_flow_agent
-from penstock.workspace.scaffold import TEMPLATES
 
 PENSTOCK = str(Path(sys.executable).with_name("penstock"))
 
@@ -33,7 +32,7 @@ def test_quickstart_then_eval_then_train_work_without_an_edit(tmp_path):
     assert json.loads(trained.stdout)["steps"] == 2
 
 
-@pytest.mark.parametrize("name", [name for name, template in TEMPLATES.items() if not template.rollout])
+@pytest.mark.parametrize("name", list(TEMPLATES.table))
 def test_every_template_is_whole(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     assert run(["template", "apply", name, "here"]) == 0
@@ -41,7 +40,7 @@ def test_every_template_is_whole(tmp_path, monkeypatch, name):
     config = load_config(tmp_path / "here" / "penstock.toml")
     agent = open_agent(config.agent, config.workflow, config.grader)
     assert agent.grader is not None
-    assert all(load_tasks(file, columns=is_flow_agent(agent)) for file in (config.dataset.train, config.dataset.eval))
+    assert all(load_tasks(file, columns=agent.kind.keeps_columns) for file in (config.dataset.train, config.dataset.eval))
 
 
 def test_nothing_is_overwritten_and_nothing_half_written(tmp_path, monkeypatch, capsys):
@@ -55,15 +54,15 @@ def test_nothing_is_overwritten_and_nothing_half_written(tmp_path, monkeypatch, 
     assert "there are plain, tiny" in capsys.readouterr().err
 
 
-def test_templates_are_listed_and_told_as_json(tmp_path, monkeypatch, capsys):
+def test_templates_are_listed_and_reported_as_json(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert run(["template", "list"]) == 0
     listed = capsys.readouterr().out
     assert all(name in listed for name in TEMPLATES)
     assert run(["quickstart", "new", "--template", "strands", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["next"][0] == "cd new" and told["next"][-2:] == ["penstock eval run", "penstock train"]
-    assert (tmp_path / "new" / "penstock.toml") in [tmp_path / path for path in told["files"]]
+    reported = json.loads(capsys.readouterr().out)
+    assert reported["next"][0] == "cd new" and reported["next"][-2:] == ["penstock eval run", "penstock train"]
+    assert (tmp_path / "new" / "penstock.toml") in [tmp_path / path for path in reported["files"]]
 
 
 def test_quickstart_writes_over_files_with_force_alone(tmp_path, monkeypatch, capsys):

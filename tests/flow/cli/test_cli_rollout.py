@@ -1,4 +1,4 @@
-"""`penstock rollout serve` in a process of its own: one ready line, one line for what cannot be served."""
+"""`penstock rollout serve` in its own process: one ready line, one line for what cannot be served."""
 
 import json
 import signal
@@ -25,7 +25,7 @@ def agent(tmp_path):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
-def test_server_says_once_where_it_serves_and_stops_on_a_signal(agent, tmp_path, number, code):
+def test_server_says_once_where_it_serves_and_stops_on_signal(agent, tmp_path, number, code):
     command = penstock("rollout", "serve", agent, "--port", 0, "--journal", tmp_path / "j.db")
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()) as process:
         ready = json.loads(process.stdout.readline())
@@ -47,7 +47,7 @@ def test_server_says_once_where_it_serves_and_stops_on_a_signal(agent, tmp_path,
         (["agent.py", "--port", "70000"], "--port"),
     ],
 )
-def test_what_cannot_be_served_is_one_line_and_exit_code_2(agent, tmp_path, arguments, words):
+def test_unservable_input_is_one_line_and_exit_code_2(agent, tmp_path, arguments, words):
     done = called(tmp_path, "rollout", "serve", *arguments, *([] if "--port" in arguments else ["--port", 0]), "--json")
     assert (done.returncode, done.stdout) == (2, "")
     assert words in json.loads(done.stderr)["error"]["message"]

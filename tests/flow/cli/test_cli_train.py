@@ -8,12 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
-from cli_cases import AGENT, called, write_project
+from cli_cases import called
 
+from penstock.testing import AGENT
 from penstock.view.overview import metrics_columns
 from penstock.view.run_files import open_viewed_run
-
-pytestmark = pytest.mark.slow
 
 CONFIG = """
 run.name = "short"
@@ -24,9 +23,7 @@ train.steps = 2
 """
 
 
-@pytest.fixture
-def project(tmp_path: Path) -> Path:
-    return write_project(tmp_path, CONFIG)
+pytestmark = [pytest.mark.slow, pytest.mark.project(config=CONFIG)]
 
 
 def started(folder: Path, *arguments: str) -> subprocess.Popen[str]:
@@ -39,7 +36,7 @@ def finished(folder: Path, *arguments: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-def test_a_run_ends_with_a_summary_and_a_report_and_is_not_trained_twice(project):
+def test_run_ends_with_summary_and_report_once(project):
     process = started(project, "--json")
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
@@ -54,7 +51,7 @@ def test_a_run_ends_with_a_summary_and_a_report_and_is_not_trained_twice(project
     assert "--fresh" in out
 
 
-def test_named_parts_of_the_reward_are_in_metrics_report_and_dashboard(project):
+def test_named_parts_of_reward_are_in_metrics_report_and_dashboard(project):
     agent = AGENT.replace("return float(", 'ctx.add_reward("format", 0.25)\n        return float(')
     (project / "agent.py").write_text(agent)
     code, _, err = finished(project)
@@ -63,14 +60,13 @@ def test_named_parts_of_the_reward_are_in_metrics_report_and_dashboard(project):
     entries = [json.loads(line) for line in (project / "runs/short/metrics.jsonl").read_text().splitlines()]
     assert [entry["components/format"] for entry in entries] == [0.25, 0.25]
     assert all(reward in (0.25, 1.25) for entry in entries for reward in entry["rewards"])
-    page = (project / "runs/short/report.html").read_text()
-    assert "<h2>Parts of the reward</h2>" in page and "step 2: format 0.25" in page
+    assert "components/format" in (project / "runs/short/report.html").read_text()
     run = open_viewed_run(project / "runs/short")
     run.refresh()
     assert metrics_columns(run)["columns"]["components/format"] == [0.25, 0.25]
 
 
-def test_ctrl_c_once_stops_after_the_step_and_the_same_command_goes_on(project):
+def test_ctrl_c_once_stops_after_step_and_same_command_continues(project):
     process = started(project, "--set", "train.steps=10000")
     assert process.stderr is not None
     next(line for line in process.stderr if line.startswith("step "))
@@ -86,7 +82,7 @@ def test_ctrl_c_once_stops_after_the_step_and_the_same_command_goes_on(project):
     assert f"finished: {steps + 1} steps" in out
 
 
-def test_one_sigterm_ends_a_run_that_waits_for_rollouts_which_never_end(project):
+def test_one_sigterm_ends_a_waiting_run(project):
     (project / "agent.py").write_text(AGENT.replace('print("an agent may print")', "await __import__('asyncio').sleep(3600)"))
     (project / "train.toml").write_text(CONFIG.replace(', eval = "tasks.jsonl"', ""))
     process = started(project, "--set", "rollout.agent_timeout_s=3600")
@@ -100,7 +96,7 @@ def test_one_sigterm_ends_a_run_that_waits_for_rollouts_which_never_end(project)
     assert "Traceback" not in err
 
 
-def test_a_run_in_which_every_rollout_fails_ends_with_the_reason_in_one_line(project):
+def test_run_with_only_failures_ends_with_the_reason(project):
     (project / "agent.py").write_text(AGENT.replace('print("an agent may print")', 'raise ValueError("no such tool")'))
     code, out, err = finished(project)
     assert (code, out) == (1, "")
@@ -110,13 +106,13 @@ def test_a_run_in_which_every_rollout_fails_ends_with_the_reason_in_one_line(pro
     assert "Traceback" not in err
 
 
-def test_a_run_whose_grader_was_edited_is_refused_and_goes_on_when_told(project):
+def test_edited_grader_is_rejected_unless_allowed(project):
     assert finished(project)[0] == 0
     agent = project / "agent.py"
     agent.write_text(agent.read_text().replace("% 2)", "% 3)"))
     code, out, err = finished(project, "--set", "train.steps=3")
     assert (code, out) == (2, "")
-    assert 'agent.py, line 11: +         return float(len(ctx.sample.messages[-1]["content"] or "") % 3)' in err
+    assert 'agent.py, line 12: +         return float(len(ctx.sample.messages[-1]["content"] or "") % 3)' in err
     code, out, err = finished(project, "--set", "train.steps=3", "--allow-code-change")
     assert code == 0, err
     assert "the code changed after step 2 (agent.py)" in out
@@ -125,13 +121,13 @@ def test_a_run_whose_grader_was_edited_is_refused_and_goes_on_when_told(project)
     assert "the code changed after step 2 (agent.py)" in (project / "runs/short/report.html").read_text()
 
 
-def test_a_run_that_learns_nothing_says_why_and_its_exit_code_tells(project):
+def test_run_that_learns_nothing_says_why_and_exit_code_reports(project):
     agent = project / "agent.py"
     agent.write_text(agent.read_text().replace('return float(len(ctx.sample.messages[-1]["content"] or "") % 2)', "return 0.0"))
     code, out, err = finished(project, "--set", "train.steps=5")
     assert code == 3, err
     assert "step 5: no update in the last 5 steps: all rewards equal, every one is 0" in err
     assert "finished and learned nothing" in out
-    assert "the commonest" in " ".join(out.split())
+    assert "most common" in " ".join(out.split())
     summary = json.loads((project / "runs/short/summary.json").read_text())
     assert (summary["status"], summary["updates"]) == ("finished", 0)

@@ -6,7 +6,9 @@ import os
 import subprocess
 
 import pytest
-from cli_cases import called, penstock, write_project
+from cli_cases import called, penstock
+
+from penstock.testing import write_project
 
 pytestmark = pytest.mark.slow
 
@@ -23,7 +25,7 @@ train = {steps = 2, attack_grader = false}
 @pytest.fixture
 def project(tmp_path, monkeypatch):
     monkeypatch.setenv("ROLLOUT_TOKEN", "open sesame")
-    return write_project(tmp_path, CONFIG % "http://127.0.0.1:9")
+    return write_project(tmp_path, config=CONFIG % "http://127.0.0.1:9")
 
 
 def trained(folder):
@@ -45,7 +47,7 @@ def served(folder):
             process.wait(timeout=60)
 
 
-def test_run_on_a_rollout_server_trains_and_ends_like_any_other(project):
+def test_run_on_rollout_server_trains_and_ends_like_any_other(project):
     with served(project):
         done = trained(project)
     assert done.returncode == 0, done.stderr
@@ -55,7 +57,7 @@ def test_run_on_a_rollout_server_trains_and_ends_like_any_other(project):
     assert [event["end"] for event in events if event["kind"] == "rollout.end"] == ["completed"] * 8
 
 
-def test_wrong_token_is_told_before_any_rollout(project, monkeypatch):
+def test_wrong_token_is_reported_before_any_rollout(project, monkeypatch):
     monkeypatch.setenv("ROLLOUT_TOKEN", "guessed")
     with served(project):
         done = trained(project)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from penstock.cli.app import run
-from penstock.rollout import loop_watchdog
+from penstock.rollout import author_tasks
 
 PAGE = Path(__file__).parents[3] / "docs" / "troubleshooting.md"
 ROW = re.compile(r"^\| ([a-z-]+) \| [^|]* \| (?P<ticks>`+)([^|]+)(?P=ticks) \| .* \|$", re.MULTILINE)
@@ -52,8 +52,7 @@ def tasks(*rows: str) -> Callable[[Path], Any]:
 
 
 def blocks(folder: Path) -> None:
-    client = "from openai import OpenAI\n        OpenAI(base_url=ctx.base_url, api_key=ctx.api_key).chat.completions.create("
-    agent(CALL, client)(folder)
+    agent(CALL, f"import time\n        time.sleep(1)\n        {CALL}")(folder)
 
 
 def edited(folder: Path) -> None:
@@ -115,7 +114,7 @@ def project(tmp_path, monkeypatch) -> Path:
     for name in ("OPENAI_API_KEY", "OPENAI_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
     for name, value in {"NOTICE_S": 0.2, "BREAK_S": 0.4, "POLL_S": 0.05}.items():
-        monkeypatch.setattr(loop_watchdog, name, value)
+        monkeypatch.setattr(author_tasks, name, value)
     (tmp_path / "agent.py").write_text(AGENT)
     (tmp_path / "run.toml").write_text(CONFIG)
     (tmp_path / "tasks.jsonl").write_text(json.dumps({"prompt": "2 times 3?"}) + "\n")
@@ -138,7 +137,7 @@ def test_a_mistake_gets_the_message_of_the_table(project, capfd, name):
     capfd.readouterr()
     run(list(command))
     out, err = capfd.readouterr()
-    told = " ".join((out + err).split())
-    assert documented()[name] in told, told
-    assert "Traceback" not in told
+    reported = " ".join((out + err).split())
+    assert documented()[name] in reported, reported
+    assert "Traceback" not in reported
     sys.modules.pop("agent", None)

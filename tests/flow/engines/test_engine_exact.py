@@ -56,7 +56,7 @@ def test_a_group_is_prefilled_once():
     assert work.check() >= 32
 
 
-def test_a_prompt_that_arrives_later_shares_what_the_running_ones_computed():
+def test_prompt_that_arrives_later_shares_what_running_ones_computed():
     work = Workload(random.Random(3), slots=4, cache_tokens=20_000)
     work.ask([*work.system, 1], Sampling(max_tokens=50))
     work.step()
@@ -79,7 +79,7 @@ def test_the_next_turn_prefills_its_new_tokens_only():
     work.check()
 
 
-def test_a_swap_computes_running_contexts_anew_and_goes_on():
+def test_swap_computes_running_contexts_again_and_continues():
     work = Workload(random.Random(5), slots=4, cache_tokens=20_000)
     for _ in range(3):
         work.ask([*work.system, 1, 2], Sampling(max_tokens=30))

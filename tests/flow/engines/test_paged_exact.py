@@ -71,7 +71,7 @@ class GraphDouble:
         return self._pool
 
 
-def test_adapters_that_come_after_the_first_captures_are_captured_anew(monkeypatch: pytest.MonkeyPatch):
+def test_adapters_that_come_after_the_first_captures_are_captured_again(monkeypatch: pytest.MonkeyPatch):
     """As in a run on a GPU: the engine warms up while it is opened, and gets the adapters of its policies afterwards."""
     real = lanes.Lanes._capture_work  # pyright: ignore[reportPrivateUsage]
 
@@ -95,7 +95,7 @@ def test_adapters_that_come_after_the_first_captures_are_captured_anew(monkeypat
     assert work.check() > 20
 
 
-def test_many_lanes_are_decoded_in_longer_windows_with_the_same_results(monkeypatch: pytest.MonkeyPatch):
+def test_many_lanes_are_decoded_in_longer_windows_with_same_results(monkeypatch: pytest.MonkeyPatch):
     replies: list[list[list[int]]] = []
     windows: list[int] = []
     for many in (1, 1000):
@@ -114,7 +114,7 @@ def test_many_lanes_are_decoded_in_longer_windows_with_the_same_results(monkeypa
     assert windows[0] < windows[1]
 
 
-def test_what_is_sampled_does_not_depend_on_how_many_steps_are_queued():
+def test_queued_steps_do_not_change_sampling():
     replies: list[list[list[int]]] = []
     for steps in (0, 1, 5):
         work = Workload(random.Random(3), slots=4, cache_tokens=20_000, paged_steps=steps)
@@ -167,7 +167,7 @@ def test_a_cancelled_request_frees_its_lane_at_the_next_step():
     work.check()
 
 
-def test_the_tokens_of_queued_steps_carry_the_version_that_drew_them():
+def test_tokens_of_queued_steps_carry_version_that_drew_them():
     work = Workload(random.Random(5), slots=4, cache_tokens=20_000, paged_steps=4)
     for _ in range(3):
         work.ask([*work.system, 1, 2], Sampling(max_tokens=30))

@@ -11,9 +11,10 @@ import pytest
 from eval_cases import attempts
 from text_endpoint_cases import KEY, Answer, Endpoint, base_url, in_thread
 
+from penstock.chat.renderer import Renderer
 from penstock.cli.app import run
 from penstock.config import EngineSection
-from penstock.gateway.sources import open_engine
+from penstock.engines.opening import open_engine
 from penstock.models import resolve
 from penstock.records import Sampling
 from penstock.testing import workbench
@@ -56,7 +57,9 @@ WAYS = {"openai": ("chat", "responses-stream", "messages"), "anthropic": ("chat-
 @asynccontextmanager
 async def policy() -> AsyncGenerator[tuple[str, str]]:
     model = await asyncio.to_thread(resolve, "tiny", lambda *_: None)
-    engine, renderer = await open_engine(EngineSection(device="cpu"), model.path, name="tiny", seed=0)
+    renderer = Renderer.load(model.path)
+    section = EngineSection(device="cpu")
+    engine = await open_engine(section, model.path, name="tiny", seed=0, decode=renderer.tokenizer.decode)
     try:
         async with workbench(engine, renderer, serves=True) as bench:
             session = await bench.rollout(sampling=Sampling(max_tokens=30))
@@ -140,7 +143,7 @@ def test_training_on_an_endpoint_is_refused_before_anything_is_made(project, ser
 
 
 @pytest.mark.parametrize("way", ["chat", "messages"])
-def test_rollouts_of_an_endpoint_that_refuses_the_key_end_with_its_words(way, project, capsys):
+def test_rollouts_of_endpoint_that_refuses_key_end_with_its_words(way, project, capsys):
     refusals = [Answer(b'{"error": {"message": "who are you?"}}', 401)] * 3
     with in_thread(lambda: Endpoint(*refusals)) as endpoint:
         arguments = ["--agent", "agent.py", "--dataset", "tasks.jsonl", "--set", f"workflow.way={way}"]

@@ -39,8 +39,8 @@ async def by_chat(both: Both, stream: bool) -> tuple[dict, str, int]:
         first = (await chat(client, stream)).choices[0]
         [call] = first.message.tool_calls
         assert first.finish_reason == "tool_calls"
-        told = {"role": "tool", "tool_call_id": call.id, "content": RESULT}
-        last = await chat(client, stream, [USER, first.message.model_dump(exclude_none=True, exclude={"parsed"}), told])
+        reported = {"role": "tool", "tool_call_id": call.id, "content": RESULT}
+        last = await chat(client, stream, [USER, first.message.model_dump(exclude_none=True, exclude={"parsed"}), reported])
         return json.loads(call.function.arguments), last.choices[0].message.content, last.usage.prompt_tokens
 
 
@@ -57,8 +57,8 @@ async def by_responses(both: Both, stream: bool) -> tuple[dict, str, int]:
 
         first = await ask([USER])
         [call] = [item for item in first.output if item.type == "function_call"]
-        told = [{"type": "function_call_output", "call_id": call.call_id, "output": RESULT}]
-        last = await ask(told, previous_response_id=first.id)
+        reported = [{"type": "function_call_output", "call_id": call.call_id, "output": RESULT}]
+        last = await ask(reported, previous_response_id=first.id)
         return json.loads(call.arguments), last.output_text, last.usage.input_tokens
 
 
@@ -77,8 +77,8 @@ async def by_messages(both: Both, stream: bool) -> tuple[dict, str, int]:
         first = await ask([USER])
         [call] = [block for block in first.content if block.type == "tool_use"]
         said = {"role": "assistant", "content": [block.model_dump(exclude_none=True) for block in first.content]}
-        told = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call.id, "content": RESULT}]}
-        last = await ask([USER, said, told])
+        reported = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call.id, "content": RESULT}]}
+        last = await ask([USER, said, reported])
         return call.input, last.content[0].text, last.usage.input_tokens
 
 
@@ -104,7 +104,7 @@ def test_an_agent_calls_a_tool_and_answers_through_an_endpoint(kind, dialect, st
     asyncio.run(work())
 
 
-def test_what_an_endpoint_wrote_is_never_trained_and_nothing_of_it_is_called_inexact(monkeypatch):
+def test_text_of_an_endpoint_is_never_trained(monkeypatch):
     async def work() -> None:
         async with gateway_before("openai", scripted(CALL, "42"), renderer(), monkeypatch.setenv) as both:
             await by_chat(both, stream=False)
@@ -129,7 +129,10 @@ def test_text_reaches_the_agent_while_the_endpoint_still_writes(kind, monkeypatc
                 assert engine.stalling == 1
                 await stream.close()
                 await engine.idle.wait()  # hanging up goes all the way
-            [step] = (await both.attempt()).steps
+            async with asyncio.timeout(10):
+                while not (steps := (await both.attempt()).steps):  # noqa: ASYNC110 (stored after the engine has stopped)
+                    await asyncio.sleep(0.01)
+            [step] = steps
             assert (step.finish, step.message["content"][:5]) == ("cancelled", "It is")
 
     asyncio.run(work())
@@ -214,7 +217,7 @@ ARRIVED = {
 
 
 @pytest.mark.parametrize("path", PASSED_ON)
-def test_what_an_endpoint_might_do_reaches_it_and_nothing_is_refused(path, monkeypatch):
+def test_what_endpoint_might_do_reaches_it_and_nothing_is_rejected(path, monkeypatch):
     async def work() -> None:
         monkeypatch.setenv(KEY, "k" * 20)
         async with Endpoint() as far, gateway_to(far) as bench:
@@ -239,7 +242,7 @@ def test_pictures_pass_through_and_are_recorded_by_their_digest(monkeypatch):
             said = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
             await bench.openai(session).chat.completions.create(model="any", messages=said)
             assert far.requests[0]["messages"] == said and not bench.gateway.counts
-            [node] = (await bench.pool.attempt(session.rollout_id)).nodes
+            [node] = (await bench.pool.rollout(session.rollout_id)).nodes
             assert node.messages[0]["content"][0]["image_url"]["url"].startswith("sha256:")
 
     asyncio.run(work())
@@ -270,7 +273,7 @@ AS_SENT = {
 """What only the vendor's own servers understand, in part."""
 
 
-def test_an_anthropic_endpoint_gets_a_conversation_of_its_own_api_as_it_was_sent(monkeypatch):
+def test_anthropic_endpoint_gets_conversation_api_unchanged_sent(monkeypatch):
     async def work() -> None:
         monkeypatch.setenv(KEY, "k" * 20)
         async with Endpoint(Answer(message_stream({"type": "text", "text": "42"}))) as far, gateway_to(far, "anthropic") as bench:
@@ -330,7 +333,7 @@ def test_the_signature_of_an_endpoints_thinking_comes_back_to_it(stream, monkeyp
             history = [*said, {"role": "assistant", "content": blocks}, {"role": "user", "content": [result]}]
             await client.messages.create(messages=history, **asked)
             kept = [{key: block[key] for key in thought} for block in far.requests[1]["messages"][1]["content"][:1]]
-            assert kept == [thought] and len(read_graph(await bench.pool.attempt(session.rollout_id)).paths) == 1
+            assert kept == [thought] and len(read_graph(await bench.pool.rollout(session.rollout_id)).paths) == 1
 
     asyncio.run(work())
 
@@ -344,7 +347,7 @@ LEFT_OUT = [
 
 
 @pytest.mark.parametrize(("kind", "path", "fields"), LEFT_OUT)
-def test_what_the_endpoints_api_has_no_name_for_is_left_out_and_counted(kind, path, fields, monkeypatch):
+def test_unsupported_options_are_left_out_and_counted(kind, path, fields, monkeypatch):
     async def work() -> None:
         monkeypatch.setenv(KEY, "k" * 20)
         answers = [Answer(message_stream({"type": "text", "text": "42"}))] if kind == "anthropic" else []
@@ -361,7 +364,7 @@ def test_what_the_endpoints_api_has_no_name_for_is_left_out_and_counted(kind, pa
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_random_request_is_refused_on_its_way_to_an_endpoint(kind, path, monkeypatch):
+def test_no_random_request_is_rejected_on_its_way_to_endpoint(kind, path, monkeypatch):
     dice = random.Random(f"{kind} {path}")
 
     async def work() -> None:
@@ -377,7 +380,7 @@ def test_no_random_request_is_refused_on_its_way_to_an_endpoint(kind, path, monk
     asyncio.run(work())
 
 
-def test_tools_that_an_endpoints_api_has_no_form_for_are_counted(monkeypatch):
+def test_tools_that_endpoints_api_has_no_form_for_are_counted(monkeypatch):
     async def work() -> None:
         monkeypatch.setenv(KEY, "k" * 20)
         async with Endpoint() as far, gateway_to(far) as bench:

@@ -1,4 +1,4 @@
-"""Endpoints for the tests of text endpoints: our own gateway in front of an engine, and a server that misbehaves as it is told."""
+"""Endpoints for the tests of text endpoints: our own gateway in front of an engine, and a server that misbehaves as it received."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ from penstock.chat.renderer import Renderer
 from penstock.engines import ENGINES, SECTIONS
 from penstock.engines.text_endpoints.base import TextChunk, TextEndpoint, TextRequest
 from penstock.gateway import Session
-from penstock.records import Attempt, Sampling
+from penstock.records import Rollout, Sampling
 from penstock.testing import GatewayFixture, workbench
 
 T = TypeVar("T")
@@ -44,11 +44,11 @@ class Both(NamedTuple):
     far: GatewayFixture
     far_session: Session
 
-    async def attempt(self) -> Attempt:
-        return await self.bench.pool.attempt(self.session.rollout_id)
+    async def attempt(self) -> Rollout:
+        return await self.bench.pool.rollout(self.session.rollout_id)
 
-    async def far_attempt(self) -> Attempt:
-        return await self.far.pool.attempt(self.far_session.rollout_id)
+    async def far_attempt(self) -> Rollout:
+        return await self.far.pool.rollout(self.far_session.rollout_id)
 
 
 @asynccontextmanager
@@ -103,7 +103,7 @@ class Answer(NamedTuple):
 
 
 class Endpoint:
-    """A server that answers one request after another as it is told, and `WELL` after the last."""
+    """A server that answers one request after another as it received, and `WELL` after the last."""
 
     def __init__(self, *answers: Answer) -> None:
         self._answers = list(answers)
@@ -138,11 +138,11 @@ class Endpoint:
         self.requests.append(await request.json())
         self.paths.append(request.match_info["path"])
         self.headers.append({name.lower(): value for name, value in request.headers.items()})
-        told = self._answers.pop(0) if self._answers else Answer()
-        response = web.StreamResponse(status=told.status, headers={"content-type": "text/event-stream", **told.headers})
+        reported = self._answers.pop(0) if self._answers else Answer()
+        response = web.StreamResponse(status=reported.status, headers={"content-type": "text/event-stream", **reported.headers})
         await response.prepare(request)
-        await response.write(told.body)
-        if told.hangs:
+        await response.write(reported.body)
+        if reported.hangs:
             await self._left.wait()
         await response.write_eof()
         return response
@@ -150,7 +150,7 @@ class Endpoint:
 
 @contextmanager
 def in_thread(opened: Callable[[], AbstractAsyncContextManager[T]]) -> Generator[T]:
-    """What an async context gives, held open on a loop of its own while this thread does as it likes."""
+    """What an async context gives, held open on its own loop while this thread does as it likes."""
     found: Future[T] = Future()
     over = threading.Event()
 

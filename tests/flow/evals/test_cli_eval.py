@@ -35,14 +35,7 @@ dataset.train = "tasks.jsonl"
 """
 
 
-@pytest.fixture
-def project(tmp_path, monkeypatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "helpers" / "cli_engine"))
-    (tmp_path / "agent.py").write_text(AGENT)
-    (tmp_path / "eval.toml").write_text(CONFIG)
-    write_tasks(tmp_path, 4)
-    return tmp_path
+pytestmark = pytest.mark.project(agent=AGENT, config=CONFIG, name="eval.toml")
 
 
 def write_tasks(folder: Path, count: int) -> None:
@@ -60,18 +53,18 @@ def result(capsys, *arguments: str, code: int = 0):
 
 def stored_ids(folder: Path) -> dict[str, str]:
     """The ended rollouts of an evaluation, with their ends."""
-    return {attempt.rollout.id: str(attempt.end) for attempt in attempts(folder) if attempt.end is not None}
+    return {attempt.ref.id: str(attempt.end) for attempt in attempts(folder) if attempt.end is not None}
 
 
 def test_the_first_attempt_goes_ahead_of_the_others(project, capsys):
     folder = Path(result(capsys, "run", "eval.toml")["folder"])
     events = [json.loads(line)["kind"] for line in (folder / "events.jsonl").read_text().splitlines()]
-    told = [kind for kind in events if kind in ("rollout.start", "rollout.end")]
-    assert told[:3] == ["rollout.start", "rollout.end", "rollout.start"]
-    assert told[3] == "rollout.start"  # the others go together
+    reported = [kind for kind in events if kind in ("rollout.start", "rollout.end")]
+    assert reported[:3] == ["rollout.start", "rollout.end", "rollout.start"]
+    assert reported[3] == "rollout.start"  # the others go together
 
 
-def test_an_evaluation_tells_its_numbers_and_is_not_made_twice(project, capsys):
+def test_evaluation_reports_its_numbers_and_is_not_made_twice(project, capsys):
     arguments = ("run", "eval.toml", "--samples", "3", "--set", "eval.k=[1,3]")
     found = result(capsys, *arguments)
     assert (found["status"], found["resumed"], found["outcome"]["ends"]) == ("finished", 0, {"completed": 12})
@@ -83,7 +76,7 @@ def test_an_evaluation_tells_its_numbers_and_is_not_made_twice(project, capsys):
     assert (again["resumed"], again["outcome"]) == (12, found["outcome"])
 
 
-def test_named_parts_of_the_reward_are_told_with_an_evaluation(project, capsys):
+def test_named_parts_of_the_reward_are_reported_with_an_evaluation(project, capsys):
     part = 'if ctx.metadata["n"] < 2: ctx.add_reward("format", 0.5)\n        return float('
     (project / "agent.py").write_text(AGENT.replace("return float(", part))
     found = result(capsys, "run", "eval.toml")
@@ -95,7 +88,7 @@ def test_named_parts_of_the_reward_are_told_with_an_evaluation(project, capsys):
     assert "component.format\t0.25\t" in capsys.readouterr().out
 
 
-def test_what_was_not_done_as_asked_stands_in_every_form_of_the_summary_and_in_the_report(project, capsys):
+def test_notices_are_in_every_summary_and_report(project, capsys):
     (project / "eval.toml").write_text(CONFIG + "sampling.max_tokens = 2\n")
     found = result(capsys, "run", "eval.toml")
     assert found["notices"] == {"capped:max_tokens": 4, "finish:length": 4}
@@ -107,7 +100,7 @@ def test_what_was_not_done_as_asked_stands_in_every_form_of_the_summary_and_in_t
     assert lines(capsys, "run", "eval.toml")["not_done.finish:length"][0] == "4"
 
 
-def test_an_evaluation_reads_its_dataset_once_and_makes_no_training_scheduler(project, capsys, monkeypatch):
+def test_evaluation_reads_its_dataset_once_and_makes_no_training_scheduler(project, capsys, monkeypatch):
     opened, plain_open = list[Path](), Path.open
 
     def counted_open(self: Path, *args, **kwargs):
@@ -161,7 +154,7 @@ def test_without_a_file_an_agent_and_a_dataset_are_enough(project, capsys):
     assert (found["folder"], found["outcome"]["rollouts"]) == ("runs/evals/plain", 4)
 
 
-def test_changed_inputs_are_refused_with_the_difference_and_fresh_keeps_the_old(project, capsys):
+def test_changed_inputs_are_rejected_with_difference_and_fresh_keeps_old(project, capsys):
     result(capsys, "run", "eval.toml")
     refused = result(capsys, "run", "eval.toml", "--samples", "2", code=2)
     assert "eval.samples = 1, now it is 2" in refused["error"]["message"]
@@ -174,13 +167,13 @@ def test_changed_inputs_are_refused_with_the_difference_and_fresh_keeps_the_old(
     assert len(stored_ids(project / "runs/evals/asked.old1")) == 4
 
 
-def test_an_edited_agent_is_not_taken_for_the_one_that_was_measured(project, capsys):
+def test_edited_agent_is_not_taken_for_one_that_was_measured(project, capsys):
     result(capsys, "run", "eval.toml")
     (project / "agent.py").write_text(AGENT.replace("% 2 == 0", "% 2 == 1"))
     assert "when agent.py was another" in result(capsys, "run", "eval.toml", code=2)["error"]["message"]
 
 
-def test_failed_attempts_are_told_and_made_again_on_request(project, capsys):
+def test_failed_attempts_are_reported_and_made_again_on_request(project, capsys):
     (project / "broken").touch()
     found = result(capsys, "run", "eval.toml")["outcome"]
     assert (found["ends"], found["reward"]["value"]) == ({"completed": 3, "agent_error": 1}, 0.5)
@@ -191,7 +184,7 @@ def test_failed_attempts_are_told_and_made_again_on_request(project, capsys):
     assert stored_ids(project / "runs/evals/asked")["eval-1.0.2"] == "completed"
 
 
-def test_an_evaluation_in_which_every_rollout_failed_is_a_failure_and_does_not_point_at_training(project, capsys):
+def test_evaluation_with_only_failures_is_a_failure(project, capsys):
     (project / "agent.py").write_text(AGENT.replace("if Path", "raise ValueError('a tool is broken')\n        if Path"))
     assert run(["eval", "run", "eval.toml"]) == 1
     out, err = capsys.readouterr()
@@ -250,8 +243,9 @@ def test_a_file_with_a_grader_alone_can_grade_again(project, capsys):
         (["run", "eval.toml", "--agent", "agent.py"], "--agent goes without a file"),
         (["run", "eval.toml", "--rows", "0-4"], "has rows 0 to 3, not 4"),
         (["run", "eval.toml", "--rows", "first"], "write rows and ranges, such as 0-9,17"),
-        (["run", "eval.toml", "--set", "eval.k=[2]"], "pass@2 needs as many attempts"),
+        (["run", "eval.toml", "--set", "eval.k=[2]"], "pass@2"),
         (["run", "eval.toml", "--set", "pool.name='memory'"], "use 'sqlite'"),
+        (["run", "eval.toml", "--set", "eval.processes=2"], "rollout.executor"),
         (["run", "eval.toml", "--set", "eval.sample=2"], "did you mean 'samples'"),
         (["run", "eval.toml", "--dataset", "none.jsonl"], "none.jsonl"),
         (["run", "eval.toml", "--samples", "0"], "eval.samples"),
@@ -265,7 +259,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(project, capsys, arguments, sa
 
 
 @pytest.mark.slow
-def test_ctrl_c_stops_and_the_same_command_goes_on(project, capsys):
+def test_ctrl_c_stops_and_the_same_command_continues(project, capsys):
     (project / "tasks.jsonl").write_text('{"prompt": "stall", "metadata": {"n": 0}}\n{"prompt": "go", "metadata": {"n": 1}}\n')
     command = penstock("eval", "run", "eval.toml", "--json")
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, env=environment(), text=True) as process:

@@ -1,7 +1,6 @@
-"""What an evaluation on an endpoint costs: told wherever its numbers are."""
+"""What an evaluation on an endpoint costs: reported wherever its numbers are."""
 
 import json
-from pathlib import Path
 
 import pytest
 from judge_double import judge_double
@@ -22,7 +21,7 @@ class Fine(Grader):
 
 
 def endpoint(number, body):
-    """Answers in one piece or as a stream, as it is asked; either way it tells 1,000 tokens read and 100 sampled."""
+    """Answers in one piece or as a stream, as it is asked; either way it reports 1,000 tokens read and 100 sampled."""
     usage = {"prompt_tokens": 1000, "completion_tokens": 100, "total_tokens": 1100}
     said = {"role": "assistant", "content": "It is 42."}
     head = {"id": "c", "created": 1, "model": "m"}
@@ -34,12 +33,7 @@ def endpoint(number, body):
     return 200, {"content-type": "text/event-stream"}, text
 
 
-@pytest.fixture
-def project(tmp_path, monkeypatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "agent.py").write_text(AGENT)
-    (tmp_path / "tasks.jsonl").write_text('{"prompt": "6 times 7?"}\n{"prompt": "2 times 2?"}\n')
-    return tmp_path
+pytestmark = pytest.mark.project(agent=AGENT, tasks=[{"prompt": "6 times 7?"}, {"prompt": "2 times 2?"}])
 
 
 def test_an_endpoints_tokens_at_its_prices_are_the_cost(project, capsys):

@@ -1,10 +1,9 @@
-"""Evaluations are read group by group: whatever is told of them, no more than a few groups with their tokens are in memory."""
+"""Evaluations are read group by group: whatever is notified of them, no more than a few groups with their tokens are in memory."""
 
 import gc
-from pathlib import Path
 
 import pytest
-from test_cli_eval import AGENT, CONFIG, result, write_tasks
+from test_cli_eval import AGENT, CONFIG, result
 
 from penstock.pool.sqlite import SqlitePool
 from penstock.records import Group
@@ -23,14 +22,8 @@ class WatchedPool(SqlitePool):
         return page
 
 
-@pytest.fixture
-def project(tmp_path, monkeypatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "helpers" / "cli_engine"))
-    (tmp_path / "agent.py").write_text(AGENT)
-    (tmp_path / "eval.toml").write_text(f"{CONFIG}\npool.name = '{__name__}:WatchedPool'\nrollout.concurrency = 2\n")
-    write_tasks(tmp_path, ROWS)
-    return tmp_path
+WATCHED = f"{CONFIG}\npool.name = '{__name__}:WatchedPool'\nrollout.concurrency = 2\n"
+pytestmark = pytest.mark.project(agent=AGENT, config=WATCHED, name="eval.toml", tasks=ROWS)
 
 
 def test_an_evaluation_is_never_in_memory_as_a_whole(project, capsys):

@@ -15,7 +15,7 @@ from penstock.testing import ScriptedEngine, workbench
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 QUESTION = re.compile(r"What is (\d+) times (\d+)\?")
-TOLD = re.compile(r"<tool_response>\n(.+?)\n</tool_response>", re.DOTALL)
+REPORTED = re.compile(r"<tool_response>\n(.+?)\n</tool_response>", re.DOTALL)
 
 
 def written_call(a, b, name="multiply"):
@@ -23,20 +23,20 @@ def written_call(a, b, name="multiply"):
 
 
 def multiplier(renderer, call=written_call, answer=lambda result: result):
-    """A script that calls the tool for the last question, then answers with what it was told."""
+    """A script that calls the tool for the last question, then answers with what it received."""
 
     def reply(prompt):
         text = renderer.tokenizer.decode(prompt)
-        told = TOLD.findall(text.rpartition("What is ")[2])
+        reported = REPORTED.findall(text.rpartition("What is ")[2])
         a, b = QUESTION.findall(text)[-1]
-        return answer(told[-1]) if told else call(a, b)
+        return answer(reported[-1]) if reported else call(a, b)
 
     return reply
 
 
 @contextlib.asynccontextmanager
 async def example_runner(renderer, script, entry, *, workflow=None, **limits):
-    """An example's agent on a gateway of its own: the runner, its pool, its limits, and the engine, which knows its prompts."""
+    """An example's agent on its own gateway: the runner, its pool, its limits, and the engine, which knows its prompts."""
     engine = ScriptedEngine(script, renderer.tokenizer, chunk=16)
     agent = load_agent(EXAMPLES / entry, {"max_tokens": 150} if workflow is None else workflow, {})
     section = RolloutSection(agent_timeout_s=60, **limits)
@@ -52,5 +52,5 @@ async def attempts(renderer, script, tasks, entry, *, concurrency=8, workflow=No
     async with example_runner(renderer, script, entry, workflow=workflow, **limits) as (runner, pool, _, engine):
         limits = RolloutSection(concurrency=concurrency)
         names = await run_once(tasks, runner, pool=pool, sampling=Sampling(max_tokens=200), limits=limits)
-        done = [await pool.attempt(name) for name in names]
+        done = [await pool.rollout(name) for name in names]
     return done, engine

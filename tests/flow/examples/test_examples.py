@@ -6,7 +6,7 @@ import runpy
 import shutil
 
 import pytest
-from example_cases import EXAMPLES, TOLD, attempts, multiplier, written_call
+from example_cases import EXAMPLES, REPORTED, attempts, multiplier, written_call
 
 from penstock.chat.renderer import Renderer
 from penstock.config import load_config
@@ -14,12 +14,10 @@ from penstock.records import End
 from penstock.rollout.transcripts import transcripts
 from penstock.sdk.dataset import load_tasks
 from penstock.sdk.discovery import open_agent
-from penstock.sdk.flows.agent import is_flow_agent
 from penstock.testing import write_tokenizer
 
 CONFIGS = sorted(path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.glob("*/*.toml"))
 ENTRIES = sorted(path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.glob("*/*agent.py"))
-FRAMEWORKS = [entry for entry in ENTRIES if not entry.endswith("/agent.py")]
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +35,10 @@ def searcher(renderer, label):
 
     def reply(prompt):
         text = renderer.tokenizer.decode(prompt)
-        told = TOLD.findall(text)
+        reported = REPORTED.findall(text)
         if "Name in a few words" in text:
             return "the Orrin lighthouse"
-        if not told:
+        if not reported:
             return call("search", query=text.rpartition("\nuser\n" if "\nuser\n" in text else "user\n")[2])
         return call("transfer_to_writer") if "hand over to the writer" in text else f"It is {label}."
 
@@ -62,7 +60,7 @@ def rollout(renderer, entry, script=None, **settings):
     return attempt
 
 
-def told(messages):
+def reported(messages):
     return [message["content"] for message in messages if message["role"] == "tool"]
 
 
@@ -83,11 +81,11 @@ def test_files_that_a_config_names_fit_together(name):
     agent = open_agent(config.agent, config.workflow, config.grader)
     assert agent.grader is not None
     for rows in (config.dataset.train, config.dataset.eval):
-        tasks = load_tasks(rows, columns=is_flow_agent(agent))
+        tasks = load_tasks(rows, columns=agent.kind.keeps_columns)
         assert len(tasks) >= 8 and all(task.label for task in tasks)
 
 
-def test_every_run_of_an_example_has_a_name_of_its_own_and_every_form_a_config():
+def test_every_run_of_example_has_name_and_every_form_config():
     configs = [load_config(EXAMPLES / name) for name in CONFIGS]
     assert len({config.run.name for config in configs}) == len(configs)
     forms = [config for config in configs if not config.agent.command and not config.agent.flow and not config.policies]
@@ -102,20 +100,20 @@ def test_an_example_calls_its_tool_and_is_graded(renderer, entry):
     *_, last = transcripts(attempt).values()
     tool = "multiply" if entry.startswith("multiply") else "search"
     assert calls(last.messages[-4:] if tool == "multiply" else last.messages)[0] == tool
-    assert any(first_task(entry).label in each for each in told(last.messages))
+    assert any(first_task(entry).label in each for each in reported(last.messages))
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_a_conversation_of_an_example_goes_on_by_the_exact_tokens(renderer, entry):
+def test_conversation_of_example_continues_by_exact_tokens(renderer, entry):
     attempt = rollout(renderer, entry)
-    roots = {"search/openai_agent.py": 3}  # planner, executor, and the writer, who has instructions of its own
+    roots = {"search/openai_agent.py": 3}  # planner, executor, and the writer, who has its own instructions
     assert sum(node.parent is None for node in attempt.nodes) == roots.get(entry, 1)
     assert len(attempt.steps) == {"search/openai_agent.py": 4}.get(entry, 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_an_example_does_the_same_in_a_process_of_its_own(renderer, entry):
+def test_example_does_same_in_process(renderer, entry):
     inline, isolated = rollout(renderer, entry), rollout(renderer, entry, executor="process")
     assert (isolated.end, isolated.message, isolated.reward) == (End.COMPLETED, "", 1.0)
     assert [step.message["content"] for step in isolated.steps] == [step.message["content"] for step in inline.steps]
@@ -163,7 +161,7 @@ def test_a_policy_that_never_stops_calling_is_stopped(renderer, entry):
     assert len(attempt.steps) == (2 if "multiply" in entry else 5 if "openai" in entry else 4)
 
 
-def test_a_search_finds_the_answer_to_every_question_and_no_held_out_entry_is_trained():
+def test_search_answers_every_question_without_held_out_entries():
     library = runpy.run_path(str(EXAMPLES / "search/library.py"))
     found = {"tasks.jsonl": set(), "heldout.jsonl": set()}
     for name, titles in found.items():
@@ -180,6 +178,6 @@ def test_a_search_finds_the_answer_to_every_question_and_no_held_out_entry_is_tr
     ("answer", "reward"),
     [("Maud Tesk", 1.0), ("It was maud tesk.", 1.0), ("", 0.0), ("Piet Anslow", 0.0), ("Maud Tesk " + "and others " * 10, 0.0)],
 )
-def test_an_answer_is_right_if_it_holds_the_label_in_few_words(renderer, answer, reward):
+def test_answer_is_right_if_it_holds_label_in_few_words(renderer, answer, reward):
     attempt = rollout(renderer, "search/agent.py", lambda _: answer)
     assert (attempt.end, attempt.reward) == (End.COMPLETED, reward)

@@ -7,24 +7,18 @@ import pytest
 from aiohttp import web
 from example_cases import EXAMPLES
 
-from penstock.chat.renderer import Renderer
 from penstock.config import RolloutSection, load_config
 from penstock.events import Events
-from penstock.integrations.gsm8k import NOTED, RIGHT, UNREADABLE, WRONG, GSM8KAgent
 from penstock.records import End, Sampling, make_rollout
 from penstock.rollout.runner import open_runner
 from penstock.rollout.transcripts import transcripts
 from penstock.sdk.dataset import load_tasks
 from penstock.sdk.discovery import open_agent
-from penstock.testing import ScriptedEngine, workbench, write_tokenizer
+from penstock.testing import ScriptedEngine, workbench
+from penstock_compat.flows.gsm8k import NOTED, RIGHT, UNREADABLE, WRONG, GSM8KAgent
 
 EXAMPLE = EXAMPLES / "gsm8k"
 DEADLINE_S = 60
-
-
-@pytest.fixture(scope="module")
-def renderer(tmp_path_factory):
-    return Renderer.load(write_tokenizer(tmp_path_factory.mktemp("model")))
 
 
 def check(number):
@@ -48,32 +42,32 @@ def attempted(renderer, replies, channel="train", executor="inline", overrides=(
             runner = await stack.enter_async_context(opened)
             await bench.pool.open_group(task, [rollout], seq=0)
             await runner.run(rollout, task, Sampling(max_tokens=300))
-            return await bench.pool.attempt(rollout.id)
+            return await bench.pool.rollout(rollout.id)
 
     return asyncio.run(main())
 
 
-def told(attempt):
+def reported(attempt):
     """What the tool said, in order."""
     return [message["content"] for message in transcripts(attempt)["main"].messages if message["role"] == "tool"]
 
 
 @pytest.mark.parametrize("executor", ["inline", "process"])
-def test_in_training_the_tool_says_what_is_right_and_the_last_answer_is_graded(renderer, executor):
+def test_training_tool_reports_the_result_and_grades_the_last_answer(renderer, executor):
     attempt = attempted(renderer, [check("71"), check("$72"), "So it is\n#### 72"], executor=executor)
     assert (attempt.end, attempt.message, attempt.reward, len(attempt.steps)) == (End.COMPLETED, "", 1.0, 3)
-    assert told(attempt) == [WRONG, RIGHT]
+    assert reported(attempt) == [WRONG, RIGHT]
     assert [node.parent for node in attempt.nodes] == [None, 0, 1]
     assert [(grade.step, grade.transcript) for grade in attempt.grades] == [(None, None)]
 
 
 @pytest.mark.parametrize("number", ["71", "72"])
-def test_in_validation_the_tool_tells_nothing_of_the_answer(renderer, number):
+def test_in_validation_the_tool_reports_nothing_of_the_answer(renderer, number):
     attempt = attempted(renderer, [check(number), f"#### {number}"], channel="val")
-    assert (attempt.end, attempt.reward, told(attempt)) == (End.COMPLETED, float(number == "72"), [NOTED])
+    assert (attempt.end, attempt.reward, reported(attempt)) == (End.COMPLETED, float(number == "72"), [NOTED])
 
 
-def test_turns_are_limited_and_an_answer_before_the_last_call_counts(renderer):
+def test_turns_are_limited_and_answer_before_last_call_counts(renderer):
     attempt = attempted(renderer, [f"#### 72\n{check('72')}"] * 4, overrides=["workflow.actor_rollout_ref.rollout.max_turns=2"])
     assert (attempt.end, attempt.reward, len(attempt.steps)) == (End.COMPLETED, 1.0, 2)
 
@@ -84,12 +78,12 @@ def test_turn_without_a_call_is_the_last_one(renderer, text):
     assert (attempt.end, attempt.reward, len(attempt.steps)) == (End.COMPLETED, float(text == "#### 72"), 1)
 
 
-def test_agent_that_checks_something_unreadable_is_told_so(renderer):
+def test_agent_that_checks_something_unreadable_is_reported(renderer):
     attempt = attempted(renderer, [check("x").replace("answer", "guess", 2).replace("check_guess", "check_answer"), "#### 1"])
-    assert (told(attempt), attempt.reward) == ([UNREADABLE], 0.0)
+    assert (reported(attempt), attempt.reward) == ([UNREADABLE], 0.0)
 
 
-def test_agent_works_with_an_endpoint_that_leaves_calls_in_the_text():
+def test_agent_works_with_endpoint_that_leaves_calls_in_text():
     seen = []
 
     async def chat(request):

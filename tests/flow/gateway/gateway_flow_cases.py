@@ -1,6 +1,5 @@
 """What the tests of flow routes share: a gateway in either mode, and the calls of a flow."""
 
-import asyncio
 from contextlib import asynccontextmanager
 
 from gateway_cases import USER, renderer
@@ -16,24 +15,18 @@ async def opened(script=(), *, is_open=False, serves=False, **options):
         yield bench, engine
 
 
-def run(steps, script=(), **options):
-    """Run `steps(bench, session, engine)` on a rollout that a runner has open."""
-
-    async def main():
-        async with opened(script, **options) as (bench, engine):
-            await steps(bench, await bench.rollout(), engine)
-
-    asyncio.run(main())
+@asynccontextmanager
+async def gateway(script=(), **options):
+    """A gateway with a rollout that a runner has open: the bench, the session and the engine."""
+    async with opened(script, **options) as (bench, engine):
+        yield bench, await bench.rollout(), engine
 
 
-def run_open(steps, script=(), **options):
-    """Run `steps(http, bench, engine)` on a gateway that asks for no tokens."""
-
-    async def main():
-        async with opened(script, is_open=True, **options) as (bench, engine):
-            await steps(bench.http(), bench, engine)
-
-    asyncio.run(main())
+@asynccontextmanager
+async def open_gateway(script=(), **options):
+    """A gateway that asks for no tokens: a client, the bench and the engine."""
+    async with opened(script, is_open=True, **options) as (bench, engine):
+        yield bench.http(), bench, engine
 
 
 async def generate(http, uid="t1", *messages, **fields):

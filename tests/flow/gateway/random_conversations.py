@@ -16,7 +16,7 @@ from random_replies import ReplySampler, Sample
 
 from penstock.gateway import Gateway
 from penstock.gateway.graph import TEMPLATE_REWRITES, prompts
-from penstock.records import Rollout, Sampling, Task, make_rollout
+from penstock.records import RolloutRef, Sampling, Task, make_rollout
 from penstock.testing import ScriptedEngine, ScriptedReply
 from penstock.train.sequences import exactness
 
@@ -88,7 +88,7 @@ class RandomConversation:
         agents = [self._agent(0), self._agent(1)] if self.random.random() < 0.4 else [self._agent(0)]
         for _ in range(self.random.randint(3, 9)):
             await self._move(self.random.choice(agents), agents)
-        attempt = await self.pair.pool.attempt(self.rollout.id)
+        attempt = await self.pair.pool.rollout(self.rollout.id)
         exact = exactness(attempt)
         assert (exact.exact_tokens, exact.unhashed_tokens) == (exact.sampled_tokens, 0), exact
         assert list(prompts(attempt).values()) == self.prompts
@@ -171,15 +171,15 @@ class RandomConversation:
 
     async def _retry(self, agent: Agent) -> None:
         """What an SDK sends that did not get its answer: the same again, with a mark."""
-        before, (told, teller) = len(self.pair.engine.prompts), self.answers[agent.name, agent.last]
+        before, (reported, teller) = len(self.pair.engine.prompts), self.answers[agent.name, agent.last]
         status, answer = await _post(self.gateway, self.token, agent.last, agent.name, retry=True)
         assert status == 200
         assert len(self.pair.engine.prompts) == before
         if self.gateway is teller:
-            assert answer == told
+            assert answer == reported
         else:  # it has the replies from the pool, not how they were cut into events
             stream = orjson.loads(agent.last)["stream"]
-            assert _messages(answer, stream=stream) == _messages(told, stream=stream)
+            assert _messages(answer, stream=stream) == _messages(reported, stream=stream)
         self.pair.counts["retries"] += 1
 
     async def _call(self, agent: Agent, body: dict[str, Any]) -> None:
@@ -218,7 +218,7 @@ class RandomConversation:
         return {"max_tokens": self.random.randint(1, 20)} if luck < 0.15 else {}
 
     async def _steps(self, count: int) -> list[Any]:
-        attempt = await self.pair.pool.attempt(self.rollout.id)
+        attempt = await self.pair.pool.rollout(self.rollout.id)
         steps = sorted(attempt.steps, key=lambda step: step.index)[self.seen :]
         self.nodes_by_id = {node.id: node for node in attempt.nodes}
         assert len(steps) == count
@@ -364,7 +364,7 @@ def _add_delta(message: dict[str, Any], delta: dict[str, Any]) -> None:
         calls[part["index"]]["function"]["arguments"] += part["function"].get("arguments") or ""
 
 
-async def _open(pair: GatewayPair) -> tuple[Rollout, str]:
+async def _open(pair: GatewayPair) -> tuple[RolloutRef, str]:
     task = Task(id=f"task-{pair.rollouts}", prompt=({"role": "user", "content": "?"},))
     rollout = make_rollout(f"train-{pair.rollouts}", task.id, 0)
     await pair.pool.open_group(task, [rollout], seq=pair.rollouts)

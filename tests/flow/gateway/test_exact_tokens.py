@@ -77,7 +77,7 @@ MUTATIONS: dict[str, Callable[[tuple[int, ...]], tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
-def test_a_bridge_that_drops_or_adds_one_token_is_found_out(mutation):
+def test_bridge_that_drops_or_adds_one_token_is_found_out(mutation):
     model = renderer_with("chatml", MUTATIONS[mutation])
     with pytest.raises(AssertionError):
         asyncio.run(converse("chatml", [Random(seed) for seed in range(20)], model))
@@ -97,5 +97,5 @@ def test_whatever_is_tried_to_break_it(name, random):
 
 
 def test_the_page_on_the_graph_names_every_reason():
-    page = (Path(__file__).parents[3] / "docs" / "token-graph.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "design" / "token-graph.md").read_text()
     assert all(f"| `{reason}` |" in page for reason in (HISTORY_EDITED, REPLY_EDITED, TOOLS_CHANGED, TEMPLATE_REWRITES))

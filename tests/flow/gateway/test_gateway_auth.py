@@ -1,5 +1,5 @@
-import asyncio
 import hmac
+from contextlib import asynccontextmanager
 
 import pytest
 from gateway_cases import USER, chat, renderer
@@ -12,16 +12,14 @@ from penstock.records import End
 from penstock.testing import ScriptedEngine, memory_pool, workbench
 
 
-def run(steps, script=(), *, is_open=False):
-    async def main():
-        async with workbench(ScriptedEngine(script, renderer().tokenizer), renderer(), is_open=is_open) as bench:
-            await steps(bench, await bench.rollout())
-
-    asyncio.run(main())
+@asynccontextmanager
+async def gateway(script=(), *, is_open=False):
+    async with workbench(ScriptedEngine(script, renderer().tokenizer), renderer(), is_open=is_open) as bench:
+        yield bench, await bench.rollout()
 
 
 def routes(bench):
-    """Every route of the app with its method; a new one is in this list by itself."""
+    """Every route of the app with its method; a new one is in this list on its own."""
     for route in bench.gateway.app.listed:
         path = route.path.replace("{rollout_id}", "train-0.0.1").replace("{trajectory}", "train-0.0.1")
         yield route.method, path.replace("{prompt}", "1").replace("{model}", "scripted"), route.access
@@ -43,7 +41,7 @@ async def held_by_whom(bench, session):
         "foreign admin": foreign.admin,
         "signature of another rollout": session.token.replace("train-0.0.1", "train-0.1.1"),
         "signature of another kind": session.token.replace("mk-", "fk-"),
-        "trajectory": bench.gateway.tokens.new_trajectory_uid(),
+        "trajectory": bench.gateway.tokens.new_signed_id(),
         "expired": ended.token,
         "expired flow": ended.flow_token,
         "model": session.token,
@@ -64,8 +62,8 @@ def expected_status(access, name, path):
     return 403 if name in ("model", "flow", "control", "admin", "expired flow") else 401
 
 
-def test_every_route_is_closed_to_all_but_the_token_it_needs():
-    async def steps(bench, session):
+async def test_every_route_is_closed_to_all_but_token_it_needs():
+    async with gateway() as (bench, session):
         held, checked = await held_by_whom(bench, session), 0
         for method, path, access in routes(bench):
             for name, token in held.items():
@@ -78,11 +76,9 @@ def test_every_route_is_closed_to_all_but_the_token_it_needs():
                 checked += 1
         assert checked == len(held) * len(bench.gateway.app.listed)
 
-    run(steps)
 
-
-def test_an_open_gateway_asks_for_the_control_token_only():
-    async def steps(bench, session):
+async def test_an_open_gateway_asks_for_the_control_token_only():
+    async with gateway(is_open=True) as (bench, session):
         held = await held_by_whom(bench, session)
         for method, path, access in routes(bench):
             for name, token in held.items():
@@ -94,11 +90,9 @@ def test_an_open_gateway_asks_for_the_control_token_only():
                 elif not (access is Access.FLOW and name == "expired flow"):
                     assert status not in (401, 403), (method, path, name, status)
 
-    run(steps, is_open=True)
 
-
-def test_a_flow_token_opens_its_own_rollout_only_and_nothing_once_that_has_ended():
-    async def steps(bench, session):
+async def test_flow_token_opens_only_its_own_open_rollout():
+    async with gateway() as (bench, session):
         ended = await bench.rollout("train-9")
         await bench.pool.end(ended.rollout_id, End.COMPLETED)
         bench.gateway.close(ended.rollout_id)
@@ -112,39 +106,33 @@ def test_a_flow_token_opens_its_own_rollout_only_and_nothing_once_that_has_ended
         assert (await http.post("/submit_steps", json={"steps": [step]})).status_code == 409
         assert (await bench.attempt(session)).end is None
 
-    run(steps)
-
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "", "::", "192.0.2.1", "gateway.example"])
 def test_an_open_gateway_that_others_could_reach_is_not_made(host):
-    with pytest.raises(ConfigError, match="this machine only"):
+    with pytest.raises(ConfigError, match="machine"):
         Gateway(ScriptedEngine([], renderer().tokenizer), renderer(), memory_pool(), secret=b"s" * 16, host=host, is_open=True)
 
 
 @pytest.mark.parametrize(
     ("origin", "status"), [("http://evil.example", 403), ("null", 403), ("http://127.0.0.1:9", 200), ("http://localhost", 200)]
 )
-def test_an_open_gateway_serves_no_page_of_another_site(origin, status):
-    async def steps(bench, session):
+async def test_an_open_gateway_serves_no_page_of_another_site(origin, status):
+    async with gateway(is_open=True) as (bench, _):
         assert (await bench.http().get("/api/stats", headers={"origin": origin})).status_code == status
 
-    run(steps, is_open=True)
 
-
-def test_an_open_gateway_still_knows_tokens_and_refuses_a_call_of_nobody():
-    async def steps(bench, session):
+async def test_open_gateway_still_knows_tokens_and_refuses_call_of_nobody():
+    async with gateway(["Hi.", "Ho."], is_open=True) as (bench, session):
         assert (await chat(bench.http(session.token), USER)).status_code == 200
         assert len((await bench.attempt(session)).steps) == 1
         refused = await chat(bench.http("sk-any"), USER)
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unknown_caller")
         named = await chat(bench.http(), USER, headers={"x-rollout-id": "mine"})
-        assert named.status_code == 200 and len((await bench.pool.attempt("mine")).steps) == 1
-
-    run(steps, ["Hi.", "Ho."], is_open=True)
+        assert named.status_code == 200 and len((await bench.pool.rollout("mine")).steps) == 1
 
 
-def test_a_token_in_the_path_opens_the_same_routes_as_one_in_a_header():
-    async def steps(bench, session):
+async def test_token_in_path_opens_same_routes_as_one_in_header():
+    async with gateway() as (bench, session):
         held = await held_by_whom(bench, session)
         for method, path, access in routes(bench):
             for name in ("model", "flow", "control", "admin", "foreign model", "expired"):
@@ -159,37 +147,29 @@ def test_a_token_in_the_path_opens_the_same_routes_as_one_in_a_header():
                 else:
                     assert status == (401 if name == "foreign model" else 403), (path, name, status)
 
-    run(steps)
-
 
 @pytest.mark.parametrize("before", ["", "/v1", "/v1/v1", "/{token}", "/{token}/v1", "/{token}/v1/v1", "/{token}/planner/v1"])
-def test_base_urls_may_have_a_token_a_transcript_and_any_number_of_v1(before):
-    async def steps(bench, session):
+async def test_base_urls_may_hold_token_and_transcript(before):
+    async with gateway(["Hi."]) as (bench, session):
         headers = {} if "token" in before else {"authorization": f"Bearer {session.token}"}
         path = before.format(token=session.token) + "/chat/completions"
         response = await bench.http().post(path, json={"messages": [USER]}, headers=headers)
         assert response.status_code == 200
         assert (await bench.attempt(session)).steps[0].transcript == ("planner" if "planner" in before else "main")
 
-    run(steps, ["Hi."])
 
-
-def test_a_key_that_is_none_of_ours_gives_way_to_the_token_in_the_path():
-    async def steps(bench, session):
+async def test_foreign_key_yields_to_the_token_in_the_path():
+    async with gateway() as (bench, session):
         http = bench.http("sk-some-key-that-the-client-insists-on")
         assert (await http.get(f"/{session.token}/v1/models")).status_code == 200
-
-    run(steps)
 
 
 @pytest.mark.parametrize(
     ("host", "status"), [("127.0.0.1:80", 200), ("LOCALHOST", 200), ("[::1]:9", 200), ("evil.example", 421), ("[", 421)]
 )
-def test_a_request_under_a_name_that_is_not_ours_is_refused(host, status):
-    async def steps(bench, session):
+async def test_request_under_name_that_is_not_ours_is_rejected(host, status):
+    async with gateway() as (bench, _):
         assert (await bench.http().get("/health", headers={"host": host})).status_code == status
-
-    run(steps)
 
 
 @pytest.mark.parametrize(("host", "names"), [("127.0.0.2", (LOOPBACK | {"127.0.0.2"})), ("0.0.0.0", None), ("10.0.0.1", None)])
@@ -197,45 +177,35 @@ def test_every_address_of_this_machine_has_known_names(host, names):
     assert known_names(host, ()) == names
 
 
-def test_there_are_routes_of_every_kind():
-    async def steps(bench, session):
+async def test_there_are_routes_of_every_kind():
+    async with gateway() as (bench, _):
         assert {access for *_, access in routes(bench)} == set(Access)
 
-    run(steps)
 
-
-def test_an_anthropic_style_key_header_is_a_token_too():
-    async def steps(bench, session):
+async def test_an_anthropic_style_key_header_is_a_token_too():
+    async with gateway() as (bench, session):
         response = await bench.http().get("/v1/models", headers={"x-api-key": session.token})
         assert response.status_code == 200
 
-    run(steps)
-
 
 @pytest.mark.parametrize("scheme", ["Basic", "", "bearer"])
-def test_only_the_bearer_scheme_carries_a_token(scheme):
-    async def steps(bench, session):
+async def test_only_the_bearer_scheme_carries_a_token(scheme):
+    async with gateway() as (bench, session):
         response = await bench.http().get("/v1/models", headers={"authorization": f"{scheme} {session.token}"})
         assert response.status_code == (200 if scheme == "bearer" else 401)
 
-    run(steps)
 
-
-def test_an_unknown_path_is_a_404_in_the_openai_shape():
-    async def steps(bench, session):
+async def test_an_unknown_path_is_a_404_in_the_openai_shape():
+    async with gateway() as (bench, session):
         response = await bench.http(session.token).post("/v1/embeddings")
         assert (response.status_code, response.json()["error"]["code"]) == (404, "no_such_route")
         assert (await bench.http(session.token).get("/v1/chat/completions")).status_code == 405
 
-    run(steps)
 
-
-def test_a_valid_token_for_a_rollout_that_the_pool_does_not_know_is_a_404():
-    async def steps(bench, session):
+async def test_token_for_an_unknown_rollout_is_a_404():
+    async with gateway() as (bench, _):
         response = await chat(bench.http(bench.gateway.tokens.model("train-7.0.1")), USER)
         assert (response.status_code, response.json()["error"]["code"]) == (404, "unknown_rollout")
-
-    run(steps)
 
 
 def test_a_token_names_its_rollout_whatever_the_id_looks_like():
@@ -256,8 +226,8 @@ def test_tokens_are_compared_in_constant_time(monkeypatch):
     assert compared == [b"guess"] * 4
 
 
-def test_a_runner_elsewhere_opens_grades_and_ends_a_rollout():
-    async def steps(bench, session):
+async def test_a_runner_elsewhere_opens_grades_and_ends_a_rollout():
+    async with gateway(["42."]) as (bench, session):
         control = bench.http(bench.gateway.tokens.control)
         opened = (await control.post("/rollouts", json={"rollout_id": session.rollout_id})).json()
         urls = {"base_url": session.base_url, "anthropic_base_url": session.base_url.removesuffix("/v1")}
@@ -274,8 +244,6 @@ def test_a_runner_elsewhere_opens_grades_and_ends_a_rollout():
         assert (await chat(bench.http(opened["token"]), USER)).status_code == 409
         assert (await control.post("/rollouts", json={"rollout_id": session.rollout_id})).status_code == 409
         assert (await control.post("/rollouts/train-0.0.1/grade", json={"reward": 0})).status_code == 409
-
-    run(steps, ["42."])
 
 
 @pytest.mark.parametrize(
@@ -299,19 +267,15 @@ def test_a_runner_elsewhere_opens_grades_and_ends_a_rollout():
         ("/rollouts/train-0.0.1/end", b'{"end": "vanished"}'),
     ],
 )
-def test_a_control_body_that_cannot_be_used_is_a_400(path, body):
-    async def steps(bench, session):
+async def test_a_control_body_that_cannot_be_used_is_a_400(path, body):
+    async with gateway() as (bench, session):
         response = await bench.http(bench.gateway.tokens.control).post(path, content=body)
         assert response.status_code == 400, response.text
         assert (await bench.attempt(session)).grades == ()
 
-    run(steps)
-
 
 @pytest.mark.parametrize("path", ["/rollouts/nobody/end", "/rollouts/nobody/grade"])
-def test_a_rollout_that_nobody_opened_cannot_be_graded_or_ended(path):
-    async def steps(bench, session):
+async def test_a_rollout_that_nobody_opened_cannot_be_graded_or_ended(path):
+    async with gateway() as (bench, _):
         body = {"reward": 1.0} if path.endswith("grade") else {}
         assert (await bench.http(bench.gateway.tokens.control).post(path, json=body)).status_code in (404, 409)
-
-    run(steps)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import tracemalloc
+from contextlib import asynccontextmanager
 
 import pytest
 from gateway_cases import TOOL, USER, renderer
@@ -66,35 +67,28 @@ QUERIES = {
 }
 
 
-def run(steps, **options):
-    async def main():
-        engine = ScriptedEngine(lambda _: "Hi.", renderer().tokenizer, context_length=4096)
-        async with workbench(engine, renderer(), **options) as bench:
-            session = await bench.rollout()
-            tokens = {"rollouts": bench.gateway.tokens.control, "api": bench.gateway.tokens.admin, "v1": session.token}
-            await steps(lambda path: bench.http(tokens.get(path.split("/")[1], bench.gateway.tokens.control)))
-
-    asyncio.run(asyncio.wait_for(main(), 60))
+@asynccontextmanager
+async def gateway(**options):
+    engine = ScriptedEngine(lambda _: "Hi.", renderer().tokenizer, context_length=4096)
+    async with asyncio.timeout(60), workbench(engine, renderer(), **options) as bench:
+        session = await bench.rollout()
+        tokens = {"rollouts": bench.gateway.tokens.control, "api": bench.gateway.tokens.admin, "v1": session.token}
+        yield lambda path: bench.http(tokens.get(path.split("/")[1], bench.gateway.tokens.control))
 
 
 @pytest.mark.parametrize("kind", BODIES)
-def test_what_is_more_than_a_bound_is_refused_by_its_name(kind):
+async def test_what_is_more_than_bound_is_rejected_by_its_name(kind):
     path, body, status, words = BODIES[kind]
-
-    async def steps(http):
+    async with gateway() as http:
         answer = await http(path).post(path, content=json.dumps(body))
         assert (answer.status_code, words in answer.text) == (status, True), answer.text[:500]
 
-    run(steps)
-
 
 @pytest.mark.parametrize("path", QUERIES, ids=lambda path: path[:30])
-def test_parameters_of_the_read_api_are_bounded(path):
-    async def steps(http):
+async def test_parameters_of_the_read_api_are_bounded(path):
+    async with gateway() as http:
         answer = await http(path).get(path)
         assert (answer.status_code, QUERIES[path] in answer.text) == (422, True), answer.text[:500]
-
-    run(steps)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +102,7 @@ def test_parameters_of_the_read_api_are_bounded(path):
         ("/v1/responses", {"input": "x " * 1_000_000}),
     ],
 )
-def test_a_text_that_is_longer_than_the_context_is_not_tokenized_as_a_whole(path, body, monkeypatch):
+async def test_overlong_text_is_not_tokenized_whole(path, body, monkeypatch):
     longest = 0
     encode = renderer().tokenizer.encode
 
@@ -119,28 +113,23 @@ def test_a_text_that_is_longer_than_the_context_is_not_tokenized_as_a_whole(path
 
     monkeypatch.setattr(renderer().tokenizer, "encode", encode_and_note)  # what is encoded shows nowhere else
 
-    async def steps(http):
+    async with gateway() as http:
         answer = await http(path).post(path, content=json.dumps(body))
         assert (answer.status_code, "context" in answer.text or "too long" in answer.text) == (400, True), answer.text[:500]
-
-    run(steps)
     assert longest < 100_000
 
 
-def test_a_text_that_fits_is_served_however_few_tokens_it_has():
-    async def steps(http):
+async def test_text_that_fits_is_served_however_few_tokens_it_has():
+    async with gateway() as http:
         body = {"messages": [{"role": "user", "content": "arguments" * 3000}]}
         answer = await http("/v1").post("/v1/chat/completions", content=json.dumps(body))
         tokens = answer.json()["usage"]["prompt_tokens"]
         assert (answer.status_code, len(body["messages"][0]["content"]) > 4 * tokens) == (200, True)
 
-    run(steps)
 
-
-def test_requests_that_are_refused_leave_nothing_in_memory():
+async def test_requests_that_are_refused_leave_nothing_in_memory():
     body = b'{"messages": [{"role": "user", "content": "%b"}], "n": 1000}' % (b"x" * 1_000_000)
-
-    async def steps(http):
+    async with gateway() as http:
         client = http("/v1")
         assert (await client.post("/v1/chat/completions", content=body)).status_code == 400
         tracemalloc.start()
@@ -150,5 +139,3 @@ def test_requests_that_are_refused_leave_nothing_in_memory():
             assert tracemalloc.get_traced_memory()[0] < 5_000_000
         finally:
             tracemalloc.stop()
-
-    run(steps)

@@ -1,7 +1,7 @@
 """Chat clients with freeform tools, or with functions in place of tools: each reads calls in its own form, on one path."""
 
-import asyncio
 import json
+from contextlib import asynccontextmanager
 
 import pytest
 from gateway_cases import chat, events_of, renderer
@@ -16,14 +16,12 @@ EDIT = '<tool_call>\n{"name": "patch", "arguments": {"input": "*** Begin\\n+\\u0
 ASK = {"role": "user", "content": "Do it."}
 
 
-def run(script, steps):
-    async def main():
-        engine = ScriptedEngine(script, renderer().tokenizer, chunk=3)
-        async with workbench(engine, renderer()) as bench:
-            session = await bench.rollout()
-            return await steps(bench.http(session.token), engine, bench, session)
-
-    return asyncio.run(main())
+@asynccontextmanager
+async def gateway(script):
+    engine = ScriptedEngine(script, renderer().tokenizer, chunk=3)
+    async with workbench(engine, renderer()) as bench:
+        session = await bench.rollout()
+        yield bench.http(session.token), engine, bench, session
 
 
 async def replied(http, messages, *, stream, **fields):
@@ -63,8 +61,8 @@ async def assert_one_path(bench, session, steps):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_functions_are_called_and_answered_in_their_own_form(stream):
-    async def steps(http, engine, bench, session):
+async def test_functions_are_called_and_answered_in_their_own_form(stream):
+    async with gateway([CALL, "36."]) as (http, _, bench, session):
         fields = {"functions": [MULTIPLY], "function_call": "auto", "stream": stream}
         message, finish = await replied(http, [ASK], **fields)
         assert finish == "function_call" and "tool_calls" not in message
@@ -74,29 +72,23 @@ def test_functions_are_called_and_answered_in_their_own_form(stream):
         await assert_one_path(bench, session, 2)
         assert not bench.gateway.counts
 
-    run([CALL, "36."], steps)
 
-
-def test_a_function_that_must_be_called_is():
-    async def steps(http, engine, bench, session):
+async def test_a_function_that_must_be_called_is():
+    async with gateway(['{"a": 1}}\n</tool_call>']) as (http, engine, _, _):
         message, _ = await replied(http, [ASK], functions=[MULTIPLY], function_call={"name": "multiply"}, stream=False)
         assert message["function_call"]["name"] == "multiply"
         assert engine.samplings[0].grammar is not None
 
-    run(['{"a": 1}}\n</tool_call>'], steps)
 
-
-def test_without_calls_a_function_is_not_read():
-    async def steps(http, engine, bench, session):
+async def test_without_calls_a_function_is_not_read():
+    async with gateway([CALL]) as (http, _, _, _):
         message, finish = await replied(http, [ASK], functions=[MULTIPLY], function_call="none", stream=False)
         assert message["content"] == CALL and finish == "stop"
 
-    run([CALL], steps)
-
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_freeform_call_is_text_for_the_client_and_json_for_the_model(stream):
-    async def steps(http, engine, bench, session):
+async def test_freeform_call_is_text_for_client_and_json_for_model(stream):
+    async with gateway([EDIT + "\n" + CALL, "Done."]) as (http, _, bench, session):
         tools = [PATCH, {"type": "function", "function": MULTIPLY}]
         message, finish = await replied(http, [ASK], tools=tools, stream=stream)
         [edit, times] = message["tool_calls"]
@@ -106,28 +98,21 @@ def test_a_freeform_call_is_text_for_the_client_and_json_for_the_model(stream):
         assert (await replied(http, [ASK, message, *results], tools=tools, stream=stream))[0]["content"] == "Done."
         await assert_one_path(bench, session, 2)
 
-    run([EDIT + "\n" + CALL, "Done."], steps)
 
-
-def test_the_grammar_of_a_freeform_tool_is_told_and_counted():
+async def test_grammar_of_freeform_tool_is_reported_and_counted():
     form = {"type": "grammar", "grammar": {"syntax": "regex", "definition": "[a-z]+"}}
-
-    async def steps(http, engine, bench, session):
+    async with gateway(["Hi."]) as (http, engine, bench, _):
         await replied(http, [ASK], tools=[{"type": "custom", "custom": {"name": "patch", "format": form}}], stream=False)
         assert "[a-z]+" in renderer().tokenizer.decode(engine.prompts[0])
         assert bench.gateway.counts == {"ignored:tools.format": 1}
 
-    run(["Hi."], steps)
 
-
-def test_tools_of_the_vendors_servers_are_left_out_and_counted():
-    async def steps(http, engine, bench, session):
+async def test_tools_of_the_vendors_servers_are_left_out_and_counted():
+    async with gateway(["Hi."]) as (http, engine, bench, _):
         tools = [{"type": "web_search_preview"}, {"type": "function", "function": MULTIPLY}]
         await replied(http, [ASK], tools=tools, stream=False)
         assert "web_search" not in renderer().tokenizer.decode(engine.prompts[0])
         assert bench.gateway.counts == {"ignored:tool:web_search_preview": 1}
-
-    run(["Hi."], steps)
 
 
 @pytest.mark.parametrize(
@@ -140,9 +125,7 @@ def test_tools_of_the_vendors_servers_are_left_out_and_counted():
         ({"tools": [{"name": "f"}]}, "tools[0].type"),
     ],
 )
-def test_what_is_wrong_with_them_is_named(fields, param):
-    async def steps(http, engine, bench, session):
+async def test_what_is_wrong_with_them_is_named(fields, param):
+    async with gateway(["Hi."]) as (http, _, _, _):
         answer = await chat(http, ASK, **fields)
         assert answer.status_code == 400 and answer.json()["error"]["param"] == param
-
-    run(["Hi."], steps)

@@ -1,8 +1,8 @@
 """What clients send besides plain text: pictures, documents, deferred tools, begun replies, one call at a time."""
 
-import asyncio
 import base64
 import re
+from contextlib import asynccontextmanager
 
 import orjson
 import pytest
@@ -41,14 +41,12 @@ class Talk:
         return [node.parent for node in attempt.nodes] == [None, *range(len(attempt.nodes) - 1)] and exactness(attempt).rate == 1.0
 
 
-def run(script, steps, rendering=None):
-    async def main():
-        made = rendering or renderer(template=CHATML)
-        engine = ScriptedEngine(script, made.tokenizer)
-        async with workbench(engine, made) as bench:
-            await steps(Talk(bench, await bench.rollout(), engine))
-
-    asyncio.run(main())
+@asynccontextmanager
+async def gateway(script, rendering=None):
+    made = rendering or renderer(template=CHATML)
+    engine = ScriptedEngine(script, made.tokenizer)
+    async with workbench(engine, made) as bench:
+        yield Talk(bench, await bench.rollout(), engine)
 
 
 def results(dialect, call_id, parts):
@@ -90,8 +88,8 @@ TEXTS = {"chat": "text", "responses": "input_text", "messages": "text"}
 
 
 @pytest.mark.parametrize("dialect", PATHS)
-def test_a_picture_in_a_tool_result_is_a_counted_placeholder_on_the_same_path(dialect):
-    async def steps(talk):
+async def test_picture_in_tool_result_is_counted_placeholder_on_same_path(dialect):
+    async with gateway([CALL, "Nice."]) as talk:
         key = "input" if dialect == "responses" else "messages"
         first = (await talk.post(dialect, **{key: [{"role": "user", "content": "Look."}]}, tools=TOOLS[dialect])).json()
         made = orjson.dumps(first).decode()
@@ -105,18 +103,14 @@ def test_a_picture_in_a_tool_result_is_a_counted_placeholder_on_the_same_path(di
         attempt = await talk.bench.attempt(talk.session)
         assert PIXEL not in str(attempt.nodes)
 
-    run([CALL, "Nice."], steps)
 
-
-def test_documents_that_are_not_text_and_search_results_have_their_places_in_a_message():
-    async def steps(talk):
+async def test_documents_and_search_results_keep_their_places():
+    async with gateway(["Good."]) as talk:
         pdf = {"type": "document", "title": "b.pdf", "source": {"type": "base64", "media_type": "application/pdf", "data": PIXEL}}
         found = {"type": "search_result", "title": "T", "source": "http://x", "content": [{"type": "text", "text": "hit"}]}
         await talk.post("messages", messages=[{"role": "user", "content": [pdf, found]}])
         assert "[document b.pdf omitted: this model reads text only]\nT\nhttp://x\nhit" in talk.prompt
         assert talk.bench.gateway.counts == {"placeholder:document": 1}
-
-    run(["Good."], steps)
 
 
 SECOND = CALL + "\n" + CALL
@@ -124,14 +118,13 @@ SECOND = CALL + "\n" + CALL
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("dialect", PATHS)
-def test_one_call_at_a_time_cuts_the_second_and_goes_on_from_the_first(dialect, stream):
+async def test_one_call_at_time_cuts_second_and_continues_from_first(dialect, stream):
     fields = (
         {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}
         if dialect == "messages"
         else {"parallel_tool_calls": False}
     )
-
-    async def steps(talk):
+    async with gateway([SECOND, "Nice."]) as talk:
         key = "input" if dialect == "responses" else "messages"
         asked = [{"role": "user", "content": "Look."}]
         text = (await talk.post(dialect, **{key: asked}, tools=TOOLS[dialect], stream=stream, **fields)).text
@@ -143,12 +136,10 @@ def test_one_call_at_a_time_cuts_the_second_and_goes_on_from_the_first(dialect, 
         await talk.post(dialect, **results(dialect, call["id"], "seen"), tools=TOOLS[dialect])
         assert await talk.is_one_path()
 
-    run([SECOND, "Nice."], steps)
-
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_reply_goes_on_from_what_the_caller_began_and_the_conversation_from_both(stream):
-    async def steps(talk):
+async def test_reply_continues_from_what_caller_began_and_conversation_from_both(stream):
+    async with gateway([" 42.", "Yes."]) as talk:
         asked = [{"role": "user", "content": "6 times 7?"}, {"role": "assistant", "content": "The answer is"}]
         answer = await talk.post("messages", messages=asked, stream=stream)
         assert "".join(re.findall(r'"text":"(.*?)"', answer.text)) == " 42."
@@ -157,26 +148,21 @@ def test_a_reply_goes_on_from_what_the_caller_began_and_the_conversation_from_bo
         await talk.post("messages", messages=said)
         assert await talk.is_one_path()
 
-    run([" 42.", "Yes."], steps)
 
-
-def test_chat_continues_the_final_message_on_request():
-    async def steps(talk):
+async def test_chat_continues_the_final_message_on_request():
+    async with gateway([" 42."]) as talk:
         asked = [{"role": "user", "content": "6 times 7?"}, {"role": "assistant", "content": "It is"}]
         options = {"continue_final_message": True, "add_generation_prompt": False}
         answer = (await talk.post("chat", messages=asked, **options)).json()
         assert answer["choices"][0]["message"]["content"] == " 42." and talk.prompt.endswith("assistant\nIt is")
 
-    run([" 42."], steps)
-
 
 OPTIONAL = "{% if mood is defined %}[{{ mood }}]{% endif %}" + CHATML
 
 
-def test_variables_for_the_chat_template_reach_it_and_the_path_goes_on(tmp_path):
+async def test_variables_for_chat_template_reach_it_and_path_continues(tmp_path):
     rendering = Renderer.load(write_tokenizer(tmp_path, template=OPTIONAL))
-
-    async def steps(talk):
+    async with gateway(["Hi.", "Yes.", "Hi."], rendering) as talk:
         asked = [{"role": "user", "content": "Hello"}]
         await talk.post("chat", messages=asked, chat_template_kwargs={"mood": "glad"})
         assert "[glad]" in talk.prompt
@@ -186,16 +172,13 @@ def test_variables_for_the_chat_template_reach_it_and_the_path_goes_on(tmp_path)
         await talk.post("chat", messages=asked)
         assert "[glad]" not in talk.prompt
 
-    run(["Hi.", "Yes.", "Hi."], steps, rendering)
 
-
-def test_a_deferred_tool_is_shown_where_it_is_referred_to_and_the_path_goes_on():
+async def test_deferred_tool_is_shown_and_the_path_continues():
     search = {"name": "ToolSearch", "input_schema": {"type": "object", "properties": {}}}
     later = {"name": "look", "description": "Looks far.", "input_schema": FUNCTION["parameters"], "defer_loading": True}
     hold = later | {"name": "DeferredToolPlaceholder", "description": "Reserved."}
     asked = [{"role": "user", "content": "Look."}]
-
-    async def steps(talk):
+    async with gateway([CALL.replace("look", "ToolSearch"), CALL]) as talk:
         first = (await talk.post("messages", messages=asked, tools=[search, hold])).json()
         assert "ToolSearch" in talk.prompt and "Reserved." not in talk.prompt
         [use] = first["content"]
@@ -205,23 +188,18 @@ def test_a_deferred_tool_is_shown_where_it_is_referred_to_and_the_path_goes_on()
         assert "Looks far." in talk.prompt and [block["name"] for block in second["content"]] == ["look"]
         assert await talk.is_one_path() and not [name for name in talk.bench.gateway.counts if name.startswith("ignored")]
 
-    run([CALL.replace("look", "ToolSearch"), CALL], steps)
 
-
-def test_with_the_vendors_own_search_all_tools_are_offered():
+async def test_with_the_vendors_own_search_all_tools_are_offered():
     later = TOOLS["messages"][0] | {"defer_loading": True}
     hosted = {"type": "tool_search_tool_regex_20251119", "name": "tool_search_tool_regex"}
-
-    async def steps(talk):
+    async with gateway(["Hm."]) as talk:
         await talk.post("messages", messages=[{"role": "user", "content": "Look."}], tools=[hosted, later])
         assert "Looks." in talk.prompt
         assert talk.bench.gateway.counts == {"ignored:tool:tool_search_tool_regex_20251119": 1}
 
-    run(["Hm."], steps)
 
-
-def test_what_a_vendors_servers_did_is_left_out_and_counted():
-    async def steps(talk):
+async def test_what_a_vendors_servers_did_is_left_out_and_counted():
+    async with gateway(["Hi.", "So."]) as talk:
         search = {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search", "query": "q"}}
         sealed = {"type": "compaction", "encrypted_content": "xyz"}
         await talk.post("responses", input=[sealed, {"role": "user", "content": "Hi"}, search])
@@ -234,32 +212,26 @@ def test_what_a_vendors_servers_did_is_left_out_and_counted():
         assert talk.bench.gateway.counts == {f"ignored:{name}": 1 for name in names}
         assert "xyz" not in talk.prompt and "Found." in talk.prompt
 
-    run(["Hi.", "So."], steps)
-
 
 @pytest.mark.parametrize(("mode", "forces"), [("auto", False), ("required", True)])
-def test_allowed_tools_force_a_call_if_they_must_and_bind_the_reply(mode, forces):
-    async def steps(talk):
+async def test_allowed_tools_force_call_if_they_must_and_bind_reply(mode, forces):
+    async with gateway([CALL if not forces else "{}}\n</tool_call>"]) as talk:
         allowed = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "look"}]}
         await talk.post("responses", input="Look.", tools=TOOLS["responses"], tool_choice=allowed)
         assert talk.prompt.rstrip().endswith("assistant") is not forces
         [step] = (await talk.bench.attempt(talk.session)).steps
         assert step.sampling.grammar is not None and not talk.bench.gateway.counts
 
-    run([CALL if not forces else "{}}\n</tool_call>"], steps)
 
-
-def test_allowed_tools_that_are_not_offered_are_counted():
-    async def steps(talk):
+async def test_allowed_tools_that_are_not_offered_are_counted():
+    async with gateway([CALL]) as talk:
         allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "image_generation"}]}
         await talk.post("responses", input="Look.", tools=TOOLS["responses"], tool_choice=allowed)
         assert talk.bench.gateway.counts == {"ignored:tool_choice.allowed_tools": 1}
 
-    run([CALL], steps)
 
-
-def test_a_response_can_be_read_again_by_its_id_in_its_own_rollout():
-    async def steps(talk):
+async def test_response_can_be_read_again_by_id_in_rollout():
+    async with gateway([CALL]) as talk:
         first = (await talk.post("responses", input="Look.", tools=TOOLS["responses"])).json()
         http = talk.bench.http(talk.session.token)
         again = (await http.get(f"/v1/responses/{first['id']}")).json()
@@ -268,5 +240,3 @@ def test_a_response_can_be_read_again_by_its_id_in_its_own_rollout():
         assert (await http.get("/v1/responses/resp_unknown")).status_code == 404
         other = await talk.bench.rollout("train-1")
         assert (await talk.bench.http(other.token).get(f"/v1/responses/{first['id']}")).status_code == 404
-
-    run([CALL], steps)

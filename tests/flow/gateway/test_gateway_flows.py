@@ -1,82 +1,70 @@
 """White-box flows over HTTP: what is sampled, what is submitted, and what is refused."""
 
-import asyncio
-
 import pytest
 from gateway_cases import TOOL, USER, renderer
-from gateway_flow_cases import generate, opened, run, run_open, step_of, submit
+from gateway_flow_cases import gateway, generate, open_gateway, opened, step_of, submit
 
 from penstock.errors import GraderError
-from penstock.gateway.flows import reward_by_rule
 from penstock.pool import POOLS
-from penstock.pool.paging import iterate_groups
+from penstock.pool.export.histories import iterate_groups
 from penstock.records import End, Group, Sampling
-from penstock.sdk.flow import MultiStepAgentFlow, SingleStepSingleTurnAgentFlow
 from penstock.train.sequences import exactness, sequences
+from penstock_compat.flow import MultiStepAgentFlow, SingleStepSingleTurnAgentFlow
+from penstock_compat.gateway.routes import reward_by_rule
 
 TALK = [{"role": "system", "content": "Be brief."}, USER]
 
 
-def test_an_answer_holds_what_both_forms_read():
-    async def steps(bench, session, engine):
+async def test_answer_has_the_fields_of_both_forms():
+    async with gateway(["It is 42."], engine={"version": 3}) as (bench, session, engine):
         body = {"trajectory_uid": session.rollout_id, "prompt_uid": "p1", "messages": [USER], "max_tokens": 9, "temperature": 0.8}
-        told = (await bench.http(session.token).post("/generate", json=body)).json()
+        answer = (await bench.http(session.token).post("/generate", json=body)).json()
         recorded = (await bench.attempt(session)).steps[0]
-        assert (told["trajectory_uid"], told["prompt_uid"], told["step_index"]) == (session.rollout_id, "p1", 0)
-        assert (told["response_text"], told["stop_reason"], told["policy_version"]) == ("It is 42.", "stop", 3)
-        assert told["response_ids"] == told["token_ids"] == list(recorded.completion_ids)
-        assert tuple(told["prompt_ids"]) == engine.prompts[0]
-        assert told["log_probs"] == list(recorded.logprobs) and told["policy_versions"] == [3] * len(told["token_ids"])
+        assert (answer["trajectory_uid"], answer["prompt_uid"], answer["step_index"]) == (session.rollout_id, "p1", 0)
+        assert (answer["response_text"], answer["stop_reason"], answer["policy_version"]) == ("It is 42.", "stop", 3)
+        assert answer["response_ids"] == answer["token_ids"] == list(recorded.completion_ids)
+        assert tuple(answer["prompt_ids"]) == engine.prompts[0]
+        assert answer["log_probs"] == list(recorded.logprobs) and answer["policy_versions"] == [3] * len(answer["token_ids"])
         assert (engine.samplings[0].max_tokens, engine.samplings[0].temperature) == (9, 0.8)
 
-    run(steps, ["It is 42."], engine={"version": 3})
 
-
-def test_sampled_ids_are_answered_and_recorded_as_they_are_with_their_end():
+async def test_sampled_ids_are_returned_and_recorded_unchanged():
     spelt = [*map(ord, "42"), renderer().tokenizer.eos_ids[0]]  # not how "42" would be encoded
 
-    async def steps(http, bench, engine):
-        told = await generate(http)
-        assert told["response_ids"] == spelt and len(told["log_probs"]) == len(spelt)
-        assert (await bench.pool.attempt("t1")).steps[0].completion_ids == tuple(spelt)
-
-    run_open(steps, [spelt])
+    async with open_gateway([spelt]) as (http, bench, _):
+        answer = await generate(http)
+        assert answer["response_ids"] == spelt and len(answer["log_probs"]) == len(spelt)
+        assert (await bench.pool.rollout("t1")).steps[0].completion_ids == tuple(spelt)
 
 
-def test_the_form_with_token_ids_is_a_prompt_that_no_template_touches():
-    async def steps(bench, session, engine):
+async def test_token_ids_are_used_without_a_template():
+    async with gateway(["so on"]) as (bench, session, engine):
         params = {"temperature": 0.5, "top_p": 0.9, "repetition_penalty": 1.0, "max_tokens": 5, "logprobs": True}
         body = {"prompt_ids": [5, 6, 7], "sampling_params": params}
-        told = (await bench.http(session.token).post("/generate", json=body)).json()
-        assert engine.prompts == [(5, 6, 7)] and told["prompt_ids"] == [5, 6, 7]
-        assert set(told) >= {"token_ids", "log_probs", "stop_reason"}
+        answer = (await bench.http(session.token).post("/generate", json=body)).json()
+        assert engine.prompts == [(5, 6, 7)] and answer["prompt_ids"] == [5, 6, 7]
+        assert set(answer) >= {"token_ids", "log_probs", "stop_reason"}
         assert (engine.samplings[0].temperature, engine.samplings[0].top_p, engine.samplings[0].max_tokens) == (0.5, 0.9, 5)
 
-    run(steps, ["so on"])
 
-
-def test_what_a_call_does_not_say_is_sampled_as_the_session_says():
-    async def steps(bench, session, engine):
+async def test_missing_sampling_fields_come_from_the_session():
+    async with gateway(["Hi."]) as (bench, session, engine):
         session = bench.reopen(session.rollout, sampling=Sampling(temperature=0.25, top_p=0.5, max_tokens=17))
         await generate(bench.http(session.token), session.rollout_id)
         assert (engine.samplings[0].temperature, engine.samplings[0].top_p, engine.samplings[0].max_tokens) == (0.25, 0.5, 17)
 
-    run(steps, ["Hi."])
 
-
-def test_a_content_that_is_a_conversation_stands_for_its_messages():
-    async def steps(http, bench, engine):
+async def test_content_that_is_a_conversation_stands_for_its_messages():
+    async with open_gateway(["a", "b"]) as (http, _, engine):
         await generate(http, "t1", {"role": "user", "content": TALK})
         await generate(http, "t2", *TALK)
         assert engine.prompts[0] == engine.prompts[1]
 
-    run_open(steps, ["a", "b"])
 
-
-def test_tool_calls_stay_in_the_text_and_the_next_turn_goes_on_with_the_same_tokens():
+async def test_tool_calls_stay_in_the_text():
     call = '<tool_call>\n{"name": "multiply", "arguments": {"a": 6}}\n</tool_call>'
 
-    async def steps(http, bench, engine):
+    async with open_gateway([call, "It is 42."]) as (http, _, _):
         first = await generate(http, "t1", USER, tools=[TOOL])
         said = [{"role": "assistant", "content": first["response_text"]}, {"role": "tool", "content": "42"}]
         second = await generate(http, "t1", USER, *said, tools=[TOOL])
@@ -84,33 +72,29 @@ def test_tool_calls_stay_in_the_text_and_the_next_turn_goes_on_with_the_same_tok
         assert first["response_text"] == call
         assert second["prompt_ids"][: len(context)] == context and second["step_index"] == 1
 
-    run_open(steps, [call, "It is 42."])
 
-
-def test_a_submitted_step_is_joined_with_what_was_recorded_of_it():
-    async def steps(bench, session, engine):
-        told = await generate(bench.http(session.token), session.rollout_id)
-        false = {"rollout_log_probs": [-9.0] * len(told["response_ids"]), "policy_version": 77}
-        response = await submit(bench.http(session.flow_token), step_of(told, reward=0.5, **false))
+async def test_submitted_step_matches_its_record():
+    async with gateway(["Hi."]) as (bench, session, _):
+        answer = await generate(bench.http(session.token), session.rollout_id)
+        false = {"rollout_log_probs": [-9.0] * len(answer["response_ids"]), "policy_version": 77}
+        response = await submit(bench.http(session.flow_token), step_of(answer, reward=0.5, **false))
         attempt = await bench.attempt(session)
         assert (response.status_code, response.json()) == (200, {"accepted": 1})
         assert (attempt.grades[0].reward, attempt.grades[0].step, attempt.grades[0].source) == (0.5, 0, "flow")
-        assert attempt.steps[0].logprobs == tuple(told["log_probs"]) and set(attempt.steps[0].versions) == {0}
+        assert attempt.steps[0].logprobs == tuple(answer["log_probs"]) and set(attempt.steps[0].versions) == {0}
         assert bench.gateway.counts["replaced:rollout_log_probs"] == bench.gateway.counts["replaced:policy_version"] == 1
 
-    run(steps, ["Hi."])
 
-
-def test_a_step_that_was_not_sampled_here_is_refused_with_what_differs_and_nothing_is_stored():
-    async def steps(bench, session, engine):
-        told = await generate(bench.http(session.token), session.rollout_id)
-        http, right = bench.http(session.flow_token), step_of(told, reward=1.0)
+async def test_step_that_was_not_sampled_here_is_refused():
+    async with gateway(["Hi there."]) as (bench, session, _):
+        answer = await generate(bench.http(session.token), session.rollout_id)
+        http, right = bench.http(session.flow_token), step_of(answer, reward=1.0)
         cases = {
-            "response_ids[0]": right | {"response_ids": [1, *told["response_ids"][1:]]},
-            "prompt_ids[2]": right | {"prompt_ids": [*told["prompt_ids"][:2], 0, *told["prompt_ids"][3:]]},
+            "response_ids[0]": right | {"response_ids": [1, *answer["response_ids"][1:]]},
+            "prompt_ids[2]": right | {"prompt_ids": [*answer["prompt_ids"][:2], 0, *answer["prompt_ids"][3:]]},
             "are its prompt, not": right
-            | {"prompt_ids": [*told["prompt_ids"], told["response_ids"][0]], "response_ids": told["response_ids"][1:]},
-            f"response_ids[{len(told['response_ids'])}]": right | {"response_ids": [*told["response_ids"], 5]},
+            | {"prompt_ids": [*answer["prompt_ids"], answer["response_ids"][0]], "response_ids": answer["response_ids"][1:]},
+            f"response_ids[{len(answer['response_ids'])}]": right | {"response_ids": [*answer["response_ids"], 5]},
         }
         for what, wrong in cases.items():
             response = await submit(http, right, wrong)
@@ -118,41 +102,35 @@ def test_a_step_that_was_not_sampled_here_is_refused_with_what_differs_and_nothi
             assert what in response.json()["detail"]
         assert (await bench.attempt(session)).grades == ()
 
-    run(steps, ["Hi there."])
-
 
 ELSEWHERE = {"prompt_ids": [3, 4, 5], "response_ids": [6, 7], "trajectory_uid": "far-1", "prompt_uid": "p7", "policy_version": 2}
 NEXT = {**ELSEWHERE, "prompt_ids": [3, 4, 5, 6, 7, 8], "response_ids": [9], "step_index": 1, "is_last": True}
 
 
-def test_steps_of_a_trajectory_that_was_not_opened_here_are_imported_with_their_tokens():
-    async def steps(http, bench, engine):
+async def test_steps_of_an_unknown_trajectory_are_imported():
+    async with open_gateway() as (http, bench, _):
         first = ELSEWHERE | {"rollout_log_probs": [-0.5, -0.25]}
         last = NEXT | {"rollout_log_probs": [-1.0], "reward": 1.0}
         assert (await submit(http, first, channel="val")).json() == {"accepted": 1}
         assert (await submit(http, last)).status_code == (await submit(http, last)).status_code == 200
-        attempt = await bench.pool.attempt("far-1")
+        attempt = await bench.pool.rollout("far-1")
         one, two = attempt.steps
-        assert (attempt.rollout.channel, attempt.end, attempt.reward) == ("val", End.COMPLETED, 1.0)
+        assert (attempt.ref.channel, attempt.end, attempt.reward) == ("val", End.COMPLETED, 1.0)
         assert [mark.note for mark in attempt.marks if mark.step is None] == ["imported"]
         assert (one.completion_ids, one.logprobs, one.versions, one.behaviour_known) == ((6, 7), (-0.5, -0.25), (2, 2), True)
         assert [(node.parent, node.token_ids) for node in attempt.nodes] == [(None, (3, 4, 5)), (0, (8,))]
         assert (two.completion_ids, exactness(attempt).rate) == ((9,), 1.0)
 
-    run_open(steps)
 
-
-def test_imported_steps_are_trained_only_if_their_log_probabilities_were_given():
-    async def steps(http, bench, engine):
+async def test_imported_steps_without_logprobs_are_not_trained():
+    async with open_gateway() as (http, bench, _):
         given = ELSEWHERE | {"rollout_log_probs": [-0.5, -0.25]}
         assert (await submit(http, given, NEXT | {"reward": 1.0})).status_code == 200
-        attempt = await bench.pool.attempt("far-1")
-        group = Group(id="g", seq=0, task=await bench.pool.task("far-1"), channel="train", attempts=(attempt,))
+        attempt = await bench.pool.rollout("far-1")
+        group = Group(id="g", seq=0, task=await bench.pool.task("far-1"), channel="train", rollouts=(attempt,))
         (only,) = sequences(group, [1.0], recompute=True).sequences
         assert (only.token_ids, only.trained) == ((3, 4, 5, 6, 7), (False, False, False, True, True))
         assert {mark.note for mark in attempt.marks if not mark.trainable} == {"imported without log-probabilities"}
-
-    run_open(steps)
 
 
 @pytest.mark.parametrize(
@@ -163,21 +141,19 @@ def test_imported_steps_are_trained_only_if_their_log_probabilities_were_given()
         ({"policy_version": -1}, "counted from 0"),
     ],
 )
-def test_steps_that_cannot_be_imported_are_refused_and_nothing_is_opened(change, words):
-    async def steps(http, bench, engine):
+async def test_bad_imported_steps_are_refused(change, words):
+    async with open_gateway() as (http, bench, _):
         response = await submit(http, ELSEWHERE | change)
         assert response.status_code == 422 and words in response.json()["detail"]
         assert not await bench.pool.channels()
 
-    run_open(steps)
 
-
-def test_the_last_step_completes_the_rollout_and_takes_out_what_was_never_submitted():
-    async def steps(http, bench, engine):
+async def test_last_step_completes_the_rollout():
+    async with open_gateway(["A", "B", "C"]) as (http, bench, _):
         answers = [await generate(http, "t1", {"role": "user", "content": text}) for text in ("a", "b", "c")]
         assert (await submit(http, step_of(answers[0]))).status_code == 200
         assert (await submit(http, step_of(answers[2], reward=1.0, is_last=True))).status_code == 200
-        attempt = await bench.pool.attempt("t1")
+        attempt = await bench.pool.rollout("t1")
         assert (attempt.end, attempt.reward) == (End.COMPLETED, 1.0)
         assert {mark.step: (mark.trainable, mark.note) for mark in attempt.marks} == {
             0: (True, "submitted by its flow"),
@@ -185,146 +161,125 @@ def test_the_last_step_completes_the_rollout_and_takes_out_what_was_never_submit
         }
         assert (await http.post("/generate", json={"trajectory_uid": "t1", "messages": [USER]})).status_code == 410
 
-    run_open(steps, ["A", "B", "C"])
 
-
-def test_a_rollout_that_a_runner_has_open_is_left_for_it_to_end():
-    async def steps(bench, session, engine):
-        told = await generate(bench.http(session.token), session.rollout_id)
+async def test_runner_ends_its_own_rollout():
+    async with gateway(["Hi."]) as (bench, session, _):
+        answer = await generate(bench.http(session.token), session.rollout_id)
         flow = bench.http(session.flow_token)
-        assert (await submit(flow, step_of(told, is_last=True))).status_code == 200
+        assert (await submit(flow, step_of(answer, is_last=True))).status_code == 200
         assert (await bench.attempt(session)).end is None
         late = await bench.http(session.token).post("/v1/chat/completions", json={"messages": [USER]})
         assert (late.status_code, late.json()["error"]["code"]) == (410, "rollout_complete")
         assert (await flow.post(f"/complete_trajectory/{session.rollout_id}", json={"reward": 1})).status_code == 410
         assert (await bench.attempt(session)).grades == ()
 
-    run(steps, ["Hi."])
 
-
-def test_the_same_again_is_taken_once_also_after_the_end_and_anything_else_is_refused():
-    async def steps(http, bench, engine):
-        told = await generate(http)
-        last = step_of(told, reward=1.0, is_last=True)
+async def test_repeated_submission_is_accepted_once():
+    async with open_gateway(["Hi."]) as (http, bench, _):
+        answer = await generate(http)
+        last = step_of(answer, reward=1.0, is_last=True)
         assert [(await submit(http, last)).json() for _ in range(3)] == [{"accepted": 1}] * 3
         assert (await submit(http, last | {"reward": 0.0})).status_code == 410
-        attempt = await bench.pool.attempt("t1")
+        attempt = await bench.pool.rollout("t1")
         assert (len(attempt.steps), len(attempt.grades), attempt.reward) == (1, 1, 1.0)
 
-    run_open(steps, ["Hi."])
+
+async def test_two_rewards_for_one_step_conflict_and_the_first_stays():
+    async with open_gateway(["Hi."]) as (http, bench, _):
+        answer = await generate(http)
+        assert (await submit(http, step_of(answer, reward=1.0))).status_code == 200
+        assert (await submit(http, step_of(answer, reward=0.0))).status_code == 409
+        assert (await bench.pool.rollout("t1")).grades[0].reward == 1.0
 
 
-def test_two_rewards_for_one_step_conflict_and_the_first_stays():
-    async def steps(http, bench, engine):
-        told = await generate(http)
-        assert (await submit(http, step_of(told, reward=1.0))).status_code == 200
-        assert (await submit(http, step_of(told, reward=0.0))).status_code == 409
-        assert (await bench.pool.attempt("t1")).grades[0].reward == 1.0
-
-    run_open(steps, ["Hi."])
-
-
-def test_rewards_that_the_arithmetic_does_not_bear_are_refused_with_the_bound():
-    async def steps(http, bench, engine):
-        told = await generate(http)
+async def test_reward_above_limit_is_rejected():
+    async with open_gateway(["Hi."]) as (http, bench, _):
+        answer = await generate(http)
         for response in (
-            await submit(http, step_of(told, reward=1e308)),
+            await submit(http, step_of(answer, reward=1e308)),
             await http.post("/complete_trajectory/t1", json={"reward": 1e308}),
         ):
             assert (response.status_code, "1000000000" in response.text) == (422, True)
-        assert (await bench.pool.attempt("t1")).grades == ()
-
-    run_open(steps, ["Hi."])
+        assert (await bench.pool.rollout("t1")).grades == ()
 
 
-def test_equal_replies_to_equal_prompts_are_told_apart_by_the_index():
-    async def steps(http, bench, engine):
+async def test_equal_steps_are_matched_by_index():
+    async with open_gateway(["Same.", "Same."]) as (http, bench, _):
         first, second = await generate(http), await generate(http)
         assert first["response_ids"] == second["response_ids"]
         await submit(http, step_of(first, reward=0.0, step_index=0), step_of(second, reward=1.0, step_index=1))
-        assert {grade.step: grade.reward for grade in (await bench.pool.attempt("t1")).grades} == {0: 0.0, 1: 1.0}
-
-    run_open(steps, ["Same.", "Same."])
+        assert {grade.step: grade.reward for grade in (await bench.pool.rollout("t1")).grades} == {0: 0.0, 1: 1.0}
 
 
-def test_steps_of_several_rollouts_are_taken_together_or_not_at_all():
-    async def steps(http, bench, engine):
+async def test_submission_of_several_rollouts_is_atomic():
+    async with open_gateway(["Hi.", "Ho."]) as (http, bench, _):
         one, other = await generate(http, "t1"), await generate(http, "t2")
         wrong = step_of(other, reward=1.0) | {"response_ids": [1]}
         assert (await submit(http, step_of(one, reward=1.0, is_last=True), wrong)).status_code == 409
-        assert (await bench.pool.attempt("t1")).grades == ()
+        assert (await bench.pool.rollout("t1")).grades == ()
         both = [step_of(one, reward=1.0, is_last=True), step_of(other, reward=0.0)]
         assert (await submit(http, *both)).json() == {"accepted": 2}
-        assert ((await bench.pool.attempt("t1")).end, (await bench.pool.attempt("t2")).end) == (End.COMPLETED, None)
+        assert ((await bench.pool.rollout("t1")).end, (await bench.pool.rollout("t2")).end) == (End.COMPLETED, None)
         assert (await submit(http, step_of(one | {"trajectory_uid": "elsewhere"}), wrong)).status_code == 409
-        assert "elsewhere" not in {group.attempts[0].rollout.id async for group in iterate_groups(bench.pool, "train")}
-
-    run_open(steps, ["Hi.", "Ho."])
+        assert "elsewhere" not in {group.rollouts[0].ref.id async for group in iterate_groups(bench.pool, "train")}
 
 
-def test_submitting_nothing_accepts_nothing():
-    async def steps(http, bench, engine):
+async def test_submitting_nothing_accepts_nothing():
+    async with open_gateway() as (http, _, _):
         assert (await submit(http)).json() == {"accepted": 0}
 
-    run_open(steps)
 
-
-def test_a_retry_of_a_generation_gets_the_same_answer_and_one_step():
-    async def steps(bench, session, engine):
+async def test_retried_generation_makes_one_step():
+    async with gateway(["Hi."]) as (bench, session, engine):
         http = bench.http(session.token)
         http.headers["idempotency-key"] = "turn-1"
         answers = [await generate(http, session.rollout_id) for _ in range(3)]
         assert answers[0] == answers[1] == answers[2] and len(engine.prompts) == 1
         assert len((await bench.attempt(session)).steps) == 1
 
-    run(steps, ["Hi."])
 
-
-def test_a_body_that_names_another_rollout_than_the_token_is_refused():
-    async def steps(bench, session, engine):
+async def test_body_that_names_another_rollout_is_refused():
+    async with gateway(["Hi."]) as (bench, session, _):
         other = await bench.rollout("train-1")
         body = {"trajectory_uid": other.rollout_id, "messages": [USER]}
         response = await bench.http(session.token).post("/generate", json=body)
         assert (response.status_code, response.json()["code"]) == (403, "rollout_mismatch")
         flow = bench.http(session.flow_token)
-        told = await generate(bench.http(other.token), other.rollout_id)
-        assert (await submit(flow, step_of(told, reward=1.0))).status_code == 403
+        answer = await generate(bench.http(other.token), other.rollout_id)
+        assert (await submit(flow, step_of(answer, reward=1.0))).status_code == 403
         for path in (f"/complete_trajectory/{other.rollout_id}", f"/{other.token}/1/v1/complete_trajectory"):
             assert (await flow.post(path, json={"reward": 1})).status_code == 403
         assert (await flow.post(f"/{other.rollout_id}/1/register_trajectory")).status_code == 403
         assert (await bench.attempt(other)).grades == ()
 
-    run(steps, ["Hi."])
 
-
-def test_a_reward_is_asked_of_the_judge_in_both_forms():
-    async def steps(bench, session, engine):
+async def test_reward_is_asked_of_the_judge_in_both_forms():
+    async with gateway(["Hi."]) as (bench, session, _):
         asked = []
 
         async def judge(rollout_id, messages, fields):
             asked.append((rollout_id, [message["content"] for message in messages], dict(fields)))
             return 0.75
 
-        told = await generate(bench.http(session.token), session.rollout_id)
+        reply = await generate(bench.http(session.token), session.rollout_id)
         flow = bench.http(session.flow_token)
         by_words = {"trajectory_uid": session.rollout_id, "messages": TALK, "dataset_fields": {"ground_truth": "42"}}
         assert (await flow.post("/compute_reward", json=by_words)).status_code == 503
         bench.gateway.reward_function = judge
         answer = (await flow.post("/compute_reward", json=by_words)).json()
         assert answer == {"reward": 0.75, "reward_score": 0.75, "reward_extra_info": {}}
-        by_ids = {"prompt_ids": told["prompt_ids"], "response_ids": told["response_ids"], "extra_fields": {"a": 1}}
+        by_ids = {"prompt_ids": reply["prompt_ids"], "response_ids": reply["response_ids"], "extra_fields": {"a": 1}}
         assert (await flow.post("/compute_reward", json=by_ids)).status_code == 200
         assert asked == [
             (session.rollout_id, ["Be brief.", USER["content"]], {"ground_truth": "42"}),
             (session.rollout_id, [USER["content"], "Hi."], {"a": 1}),
         ]
 
-    run(steps, ["Hi."])
-
 
 @pytest.mark.parametrize(("error", "status"), [(GraderError("no rule"), 422), (TimeoutError(), 503)])
-def test_a_judge_that_gives_no_reward_is_no_server_error_of_ours(error, status):
-    async def steps(bench, session, engine):
+async def test_failing_reward_function_has_its_own_status(error, status):
+    async with gateway() as (bench, session, _):
+
         async def judge(rollout_id, messages, fields):
             raise error
 
@@ -332,27 +287,22 @@ def test_a_judge_that_gives_no_reward_is_no_server_error_of_ours(error, status):
         response = await bench.http(session.flow_token).post("/compute_reward", json={"messages": [USER]})
         assert (response.status_code, response.json()["code"]) == (status, "not_judged")
 
-    run(steps)
 
-
-def test_what_a_flow_did_survives_a_restart_of_the_gateway(tmp_path):
-    async def main():
-        pool = POOLS.load("sqlite")(tmp_path)
-        async with opened(["One.", "Two."], is_open=True, pool=pool) as (bench, _):
-            first = await generate(bench.http())
-            await submit(bench.http(), step_of(first, reward=0.25))
-        async with opened(["Two."], is_open=True, pool=pool) as (bench, _):
-            said = {"role": "assistant", "content": first["response_text"]}
-            second = await generate(bench.http(), "t1", USER, said, USER)
-            context = first["prompt_ids"] + first["response_ids"]
-            assert second["step_index"] == 1 and second["prompt_ids"][: len(context)] == context
-            await submit(bench.http(), step_of(first, reward=0.25), step_of(second, reward=0.5, is_last=True))
-        async with opened(is_open=True, pool=pool) as (bench, _):
-            assert (await bench.http().post("/generate", json={"trajectory_uid": "t1", "messages": [USER]})).status_code == 410
-            assert (await pool.attempt("t1")).reward == 0.75
-        await pool.close()
-
-    asyncio.run(main())
+async def test_what_a_flow_did_survives_a_restart_of_the_gateway(tmp_path):
+    pool = POOLS.load("sqlite")(tmp_path)
+    async with opened(["One.", "Two."], is_open=True, pool=pool) as (bench, _):
+        first = await generate(bench.http())
+        await submit(bench.http(), step_of(first, reward=0.25))
+    async with opened(["Two."], is_open=True, pool=pool) as (bench, _):
+        said = {"role": "assistant", "content": first["response_text"]}
+        second = await generate(bench.http(), "t1", USER, said, USER)
+        context = first["prompt_ids"] + first["response_ids"]
+        assert second["step_index"] == 1 and second["prompt_ids"][: len(context)] == context
+        await submit(bench.http(), step_of(first, reward=0.25), step_of(second, reward=0.5, is_last=True))
+    async with opened(is_open=True, pool=pool) as (bench, _):
+        assert (await bench.http().post("/generate", json={"trajectory_uid": "t1", "messages": [USER]})).status_code == 410
+        assert (await pool.rollout("t1")).reward == 0.75
+    await pool.close()
 
 
 BAD_GENERATE = [
@@ -410,59 +360,48 @@ BAD_BODIES = [
 
 
 @pytest.mark.parametrize(("path", "body"), [*(("/generate", body) for body in BAD_GENERATE), *BAD_BODIES])
-def test_a_body_that_cannot_be_used_is_a_422_with_a_detail_and_changes_nothing(path, body):
-    async def steps(http, bench, engine):
+async def test_bad_body_is_a_422(path, body):
+    async with open_gateway() as (http, bench, engine):
         response = await http.post(path, content=body)
         assert response.status_code == 422, response.text
         assert response.json()["detail"]
         assert await bench.pool.channels() in ([], ["train"]) and not engine.prompts
         assert (await bench.pool.stats()).ends == {}
 
-    run_open(steps)
 
-
-def test_a_schema_error_says_where_it_is():
-    async def steps(http, bench, engine):
+async def test_schema_error_says_where_it_is():
+    async with open_gateway() as (http, _, _):
         response = await submit(http, {"prompt_ids": [1], "trajectory_uid": "t1"})
         assert response.json()["detail"][0]["loc"] == ["body", "steps", 0, "response_ids"]
 
-    run_open(steps)
 
-
-def test_a_prompt_that_does_not_fit_is_refused_and_never_cut():
-    async def steps(http, bench, engine):
+async def test_long_prompt_is_refused():
+    async with open_gateway(engine={"context_length": 40}) as (http, _, engine):
         response = await http.post("/generate", json={"trajectory_uid": "t1", "prompt_ids": [5] * 40})
         assert (response.status_code, response.json()["code"]) == (400, "context_length_exceeded")
         assert not engine.prompts
 
-    run_open(steps, engine={"context_length": 40})
 
-
-def test_unknown_fields_are_counted():
-    async def steps(http, bench, engine):
-        told = await generate(http, "t1", USER, mood="good")
-        await submit(http, step_of(told, colour="red", routed_experts=[1]), channel="val")
+async def test_unknown_fields_are_counted():
+    async with open_gateway(["Hi."]) as (http, bench, _):
+        answer = await generate(http, "t1", USER, mood="good")
+        await submit(http, step_of(answer, colour="red", routed_experts=[1]), channel="val")
         names = ("mood", "colour", "routed_experts", "channel")
         assert [bench.gateway.counts[f"ignored:{name}"] for name in names] == [1] * 4
-
-    run_open(steps, ["Hi."])
 
 
 @pytest.mark.parametrize(
     ("flow", "script", "steps_taken"),
     [(SingleStepSingleTurnAgentFlow, ["42"], 1), (MultiStepAgentFlow, ["so", "#### 42"], 2)],
 )
-def test_a_built_in_flow_started_with_a_uid_alone_works(flow, script, steps_taken):
+async def test_built_in_flow_started_with_a_uid_alone_works(flow, script, steps_taken):
     """As Claw-R1's worker starts it: the row's columns and `uid`, nothing else."""
 
-    async def main():
-        async with opened(script, is_open=True, serves=True) as (bench, _):
-            bench.gateway.reward_function = reward_by_rule
-            made = flow(gateway_url=bench.gateway.base_url.removesuffix("/v1"))
-            row = {"raw_prompt": [USER], "uid": "group-7", "data_source": "openai/gsm8k", "reward_model": {"ground_truth": "42"}}
-            assert await made.run({"temperature": 1.0}, **row) == steps_taken
-            (group,) = [group async for group in iterate_groups(bench.pool, "train")]
-            (attempt,) = group.attempts
-            assert (attempt.end, len(attempt.steps), group.task.metadata["prompt_uid"]) == (End.COMPLETED, steps_taken, "group-7")
-
-    asyncio.run(main())
+    async with opened(script, is_open=True, serves=True) as (bench, _):
+        bench.gateway.reward_function = reward_by_rule
+        made = flow(gateway_url=bench.gateway.base_url.removesuffix("/v1"))
+        row = {"raw_prompt": [USER], "uid": "group-7", "data_source": "openai/gsm8k", "reward_model": {"ground_truth": "42"}}
+        assert await made.run({"temperature": 1.0}, **row) == steps_taken
+        (group,) = [group async for group in iterate_groups(bench.pool, "train")]
+        (attempt,) = group.rollouts
+        assert (attempt.end, len(attempt.steps), group.task.metadata["prompt_uid"]) == (End.COMPLETED, steps_taken, "group-7")

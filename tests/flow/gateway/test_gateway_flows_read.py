@@ -5,12 +5,12 @@ import threading
 
 import pytest
 from gateway_cases import USER, renderer
-from gateway_flow_cases import generate, run, run_open, step_of, submit
+from gateway_flow_cases import gateway, generate, open_gateway, step_of, submit
 
-from penstock.gateway import read_api
 from penstock.pool.memory import MemoryPool
 from penstock.records import End
 from penstock.testing import ScriptedEngine, workbench
+from penstock_compat.gateway import read_api
 
 
 def endless(prompt):
@@ -29,8 +29,8 @@ async def walk(http, path, name, **params):
     """Everything, page by page; the sizes of the pages too."""
     found, sizes, cursor = [], [], {}
     while True:
-        told = ",".join(f"{channel}:{place}" for channel, place in cursor.items())
-        answer = (await http.get(path, params={**params, "cursor": told} if told else params)).json()
+        reply = ",".join(f"{channel}:{place}" for channel, place in cursor.items())
+        answer = (await http.get(path, params={**params, "cursor": reply} if reply else params)).json()
         found += answer[name]
         sizes.append(len(answer[name]))
         cursor = answer["cursors"]
@@ -39,8 +39,8 @@ async def walk(http, path, name, **params):
 
 
 @pytest.mark.parametrize(("path", "name"), [("/api/steps", "steps"), ("/api/trajectories", "trajectories")])
-def test_pages_follow_each_other_over_channels_without_gap_or_repetition(path, name):
-    async def steps(http, bench, engine):
+async def test_pages_follow_each_other_over_channels_without_gap_or_repetition(path, name):
+    async with open_gateway(endless) as (http, _, _):
         await trajectories(http, 7)
         await trajectories(http, 4, "val")
         found, sizes = await walk(http, path, name, channels="train,val", limit=3)
@@ -50,39 +50,33 @@ def test_pages_follow_each_other_over_channels_without_gap_or_repetition(path, n
         only = (await http.get(path, params={"channel": "val", "offset": 1, "limit": 2})).json()[name]
         assert [entry["trajectory_uid"] for entry in only] == ["val-1", "val-2"]
 
-    run_open(steps, endless)
 
-
-def test_a_step_is_shown_with_its_reward_and_with_its_ids_only_where_asked():
-    async def steps(http, bench, engine):
-        told = await generate(http, "t1")
-        await submit(http, step_of(told, reward=0.5, is_last=True))
+async def test_step_shows_ids_only_on_request():
+    async with open_gateway(endless) as (http, _, _):
+        answer = await generate(http, "t1")
+        await submit(http, step_of(answer, reward=0.5, is_last=True))
         shown = (await http.get("/api/steps", params={"trajectory_uid": "t1"})).json()["steps"][0]
         assert (shown["key"], shown["reward"], shown["is_last"], shown["text"]) == ("t1:0", 0.5, True, "Hi.")
-        assert (shown["prompt_length"], shown["response_length"]) == (len(told["prompt_ids"]), len(told["response_ids"]))
+        assert (shown["prompt_length"], shown["response_length"]) == (len(answer["prompt_ids"]), len(answer["response_ids"]))
         assert (shown["prompt_uid"], shown["channel"], "prompt_ids" in shown) == ("p1", "train", False)
         whole = (await http.get("/api/steps", params={"tokens": "true"})).json()["steps"][0]
-        assert (whole["prompt_ids"], whole["response_ids"]) == (told["prompt_ids"], told["response_ids"])
-        assert whole["rollout_log_probs"] == told["log_probs"]
-
-    run_open(steps, endless)
+        assert (whole["prompt_ids"], whole["response_ids"]) == (answer["prompt_ids"], answer["response_ids"])
+        assert whole["rollout_log_probs"] == answer["log_probs"]
 
 
-def test_a_trajectory_is_shown_while_it_runs_and_when_it_is_complete():
-    async def steps(http, bench, engine):
-        told = await generate(http, "t1")
-        await submit(http, step_of(told, reward=0.5))
+async def test_running_and_complete_trajectories_are_listed():
+    async with open_gateway(endless) as (http, _, _):
+        answer = await generate(http, "t1")
+        await submit(http, step_of(answer, reward=0.5))
         shown = (await http.get("/api/trajectories")).json()["trajectories"][0]
         assert (shown["status"], shown["complete"], shown["reward"], shown["steps"]) == ("running", False, 0.5, 1)
         await http.post("/complete_trajectory/t1", json={"reward": 2.0})
         shown = (await http.get("/api/trajectories")).json()["trajectories"][0]
         assert (shown["status"], shown["complete"], shown["reward"]) == (End.COMPLETED, True, 2.0)
 
-    run_open(steps, endless)
 
-
-def test_no_event_is_lost_between_channels_that_are_read_in_small_pages():
-    async def steps(http, bench, engine):
+async def test_small_pages_lose_no_event():
+    async with open_gateway(endless) as (http, _, _):
         await trajectories(http, 3)
         found, _ = await walk(http, "/api/events", "events", channels="train,val", limit=2)
         cursor = (await http.get("/api/events", params={"channels": "train,val", "cursor": "train:999,val:0"})).json()
@@ -95,27 +89,23 @@ def test_no_event_is_lost_between_channels_that_are_read_in_small_pages():
         val = (await http.get("/api/events", params={"channel": "val"})).json()["events"]
         assert [event for event in everything if event["channel"] == "val"] == val
 
-    run_open(steps, endless)
 
-
-def test_counts_are_told_by_channel_and_together():
-    async def steps(http, bench, engine):
+async def test_counts_are_listed_by_channel_and_in_total():
+    async with open_gateway(endless) as (http, _, _):
         await trajectories(http, 3)
         await trajectories(http, 2, "val")
         await generate(http, "open-one")
-        told = (await http.get("/api/stats")).json()
-        assert (told["total_steps"], told["total_trajectories"], told["complete_trajectories"]) == (6, 6, 5)
-        assert told["channels"]["train"]["ready_prompt_groups"] == 3
-        assert told["channels"]["train"]["pending_prompt_groups"] == 1
+        answer = (await http.get("/api/stats")).json()
+        assert (answer["total_steps"], answer["total_trajectories"], answer["complete_trajectories"]) == (6, 6, 5)
+        assert answer["channels"]["train"]["ready_prompt_groups"] == 3
+        assert answer["channels"]["train"]["pending_prompt_groups"] == 1
         assert (await http.get("/api/stats", params={"channel": "val"})).json()["total_steps"] == 2
         about = (await http.get("/api/config")).json()
         assert (about["mode"], about["model"], about["channels"]) == ("open", "scripted", ["train", "val"])
 
-    run_open(steps, endless)
 
-
-def test_curation_marks_what_a_trainer_has_not_taken_and_says_what_came_late():
-    async def steps(http, bench, engine):
+async def test_curation_reports_late_marks():
+    async with open_gateway(endless) as (http, bench, _):
         await trajectories(http, 2)
         lease = await bench.pool.claim(1, version=0, max_staleness=0, lease_s=60)
         assert [group.id for group in lease.groups] == ["train-0"]
@@ -127,16 +117,14 @@ def test_curation_marks_what_a_trainer_has_not_taken_and_says_what_came_late():
         ]
         answer = (await http.post("/api/curation", json={"updates": updates})).json()
         assert answer == {"updated": 3, "late": ["train-0:0"]}
-        marks = {mark.step: mark for mark in (await bench.pool.attempt("train-1")).marks}
+        marks = {mark.step: mark for mark in (await bench.pool.rollout("train-1")).marks}
         assert (marks[0].trainable, marks[0].note, marks[0].quality) == (False, "leaks the answer", 0.75)
         assert marks[None].quality == 0.5
         await http.post("/api/curation", json={"updates": [{"key": "train-1:0", "quality": 0.25}]})
-        mark = next(mark for mark in (await bench.pool.attempt("train-1")).marks if mark.step == 0)
+        mark = next(mark for mark in (await bench.pool.rollout("train-1")).marks if mark.step == 0)
         assert (mark.trainable, mark.quality, mark.note) == (False, 0.25, "leaks the answer")
         shown = (await http.get("/api/steps", params={"trajectory_uid": "train-1"})).json()["steps"][0]
         assert (shown["trainable"], shown["quality"]) == (False, 0.25)
-
-    run_open(steps, endless)
 
 
 @pytest.mark.parametrize(
@@ -152,40 +140,32 @@ def test_curation_marks_what_a_trainer_has_not_taken_and_says_what_came_late():
         ({"key": "train-0:0", "mood": 1}, 422),
     ],
 )
-def test_curation_of_what_is_not_there_is_refused(update, status):
-    async def steps(http, bench, engine):
+async def test_curation_of_what_is_not_there_is_refused(update, status):
+    async with open_gateway(endless) as (http, _, _):
         await trajectories(http, 1)
         response = await http.post("/api/curation", json={"updates": [update]})
         assert (response.status_code, bool(response.json()["detail"])) == (status, True)
 
-    run_open(steps, endless)
-
 
 @pytest.mark.parametrize("query", ["limit=0", "limit=x", "offset=-1", "offset=5000", "cursor=12x", "cursor=train:a", "cursor=:1"])
 @pytest.mark.parametrize("path", ["/api/steps", "/api/events"])
-def test_a_query_that_cannot_be_used_is_a_422(path, query):
-    async def steps(http, bench, engine):
+async def test_query_that_cannot_be_used_is_a_422(path, query):
+    async with open_gateway(endless) as (http, _, _):
         await generate(http)
         status = (await http.get(f"{path}?{query}")).status_code
         assert status == 422 or (path == "/api/events" and query.startswith("offset") and status == 200)
 
-    run_open(steps, endless)
 
-
-def test_an_unknown_trajectory_or_channel_is_told_apart_from_an_empty_one():
-    async def steps(http, bench, engine):
+async def test_unknown_trajectory_is_a_404():
+    async with open_gateway(endless) as (http, _, _):
         assert (await http.get("/api/steps", params={"trajectory_uid": "nobody"})).status_code == 404
         assert (await http.get("/api/steps", params={"channel": "nothing"})).json()["steps"] == []
 
-    run_open(steps, endless)
 
-
-def test_reading_needs_the_admin_token_where_tokens_are_asked_for():
-    async def steps(bench, session, engine):
+async def test_reading_needs_the_admin_token_where_tokens_are_asked_for():
+    async with gateway() as (bench, session, _):
         for token, status in {session.flow_token: 403, bench.gateway.tokens.control: 403, bench.gateway.tokens.admin: 200}.items():
             assert (await bench.http(token).get("/api/steps")).status_code == status
-
-    run(steps)
 
 
 class WatchedPool(MemoryPool):
@@ -198,34 +178,29 @@ class WatchedPool(MemoryPool):
         return await super().groups(channel, first_seq=first_seq, limit=limit)
 
 
-def test_a_page_never_reads_the_whole_pool(tmp_path):
-    async def main():
-        pool = WatchedPool(tmp_path)
-        pool.asked = []
-        async with workbench(ScriptedEngine(endless, renderer().tokenizer), renderer(), pool=pool, is_open=True) as bench:
-            for number in range(60):
-                await generate(bench.http(), f"t{number}", USER)
-            assert len((await bench.http().get("/api/steps?limit=5")).json()["steps"]) == 5
-            assert sum(pool.asked) < 30
-
-    asyncio.run(main())
+async def test_page_never_reads_the_whole_pool(tmp_path):
+    pool = WatchedPool(tmp_path)
+    pool.asked = []
+    async with workbench(ScriptedEngine(endless, renderer().tokenizer), renderer(), pool=pool, is_open=True) as bench:
+        for number in range(60):
+            await generate(bench.http(), f"t{number}", USER)
+        assert len((await bench.http().get("/api/steps?limit=5")).json()["steps"]) == 5
+        assert sum(pool.asked) < 30
 
 
 @pytest.mark.parametrize("bound", ["MAX_SCANNED_GROUPS", "MAX_IDS"])
-def test_a_response_is_bounded_by_the_groups_and_ids_it_reads(bound, monkeypatch):
-    monkeypatch.setattr(f"penstock.gateway.read_api.{bound}", 3)
+async def test_response_size_is_bounded(bound, monkeypatch):
+    monkeypatch.setattr(f"penstock_compat.gateway.read_api.{bound}", 3)
 
-    async def steps(http, bench, engine):
+    async with open_gateway(endless) as (http, _, _):
         await trajectories(http, 7)
         await trajectories(http, 5, "val")
         found, sizes = await walk(http, "/api/steps", "steps", channels="train,val", tokens="true")
         assert [entry["trajectory_uid"] for entry in found] == [f"train-{n}" for n in range(7)] + [f"val-{n}" for n in range(5)]
         assert max(sizes) <= 3
 
-    run_open(steps, endless)
 
-
-def test_entries_are_made_in_a_thread_one_response_at_a_time(monkeypatch):
+async def test_one_response_is_built_at_a_time(monkeypatch):
     threads, running, most = set(), [], []
     plain = read_api.trajectories
 
@@ -238,7 +213,7 @@ def test_entries_are_made_in_a_thread_one_response_at_a_time(monkeypatch):
 
     monkeypatch.setattr(read_api, "trajectories", watched)
 
-    async def steps(http, bench, engine):
+    async with open_gateway(endless) as (http, _, _):
         await trajectories(http, 5)
         async with asyncio.TaskGroup() as group:
             calls = [group.create_task(http.get("/api/trajectories")) for _ in range(8)]
@@ -246,11 +221,9 @@ def test_entries_are_made_in_a_thread_one_response_at_a_time(monkeypatch):
         assert threading.get_ident() not in threads
         assert max(most) == 1
 
-    run_open(steps, endless)
 
-
-def test_steps_are_those_of_the_prompt_and_channel_that_were_asked_for():
-    async def steps(http, bench, engine):
+async def test_steps_are_filtered_by_prompt_and_channel():
+    async with open_gateway(endless) as (http, _, _):
         for uid, prompt in (("a", "p1"), ("b", "p2"), ("c", "p1")):
             await generate(http, uid, prompt_uid=prompt)
 
@@ -264,8 +237,6 @@ def test_steps_are_those_of_the_prompt_and_channel_that_were_asked_for():
         assert await uids(prompt_uid="p1", trajectory_uid="b") == await uids(prompt_uid="p9") == []
         assert await uids(trajectory_uid="b", channel="val") == [] and await uids(trajectory_uid="b", channel="train") == ["b"]
 
-    run_open(steps, endless)
-
 
 @pytest.mark.parametrize(
     ("path", "wrong", "words"),
@@ -276,9 +247,7 @@ def test_steps_are_those_of_the_prompt_and_channel_that_were_asked_for():
         ("/api/stats", "limit", "is not a parameter"),
     ],
 )
-def test_a_parameter_that_would_be_ignored_is_refused(path, wrong, words):
-    async def steps(http, bench, engine):
+async def test_parameter_that_would_be_ignored_is_refused(path, wrong, words):
+    async with open_gateway() as (http, _, _):
         answer = await http.get(path, params={wrong: "1"})
         assert answer.status_code == 422 and words in answer.text
-
-    run_open(steps)

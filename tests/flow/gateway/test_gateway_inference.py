@@ -1,6 +1,6 @@
 """`/inference/v1/generate`, as training clients call it: token ids in; ids and log-probabilities out, recorded as one path."""
 
-import asyncio
+from contextlib import asynccontextmanager
 
 from gateway_cases import renderer
 
@@ -10,17 +10,15 @@ from penstock.testing import ScriptedEngine, workbench
 PATH = "/inference/v1/generate"
 
 
-def run(script, steps):
-    async def main():
-        engine = ScriptedEngine(script, renderer().tokenizer)
-        async with workbench(engine, renderer(), sessions=True) as bench:
-            await steps(bench, await bench.rollout(), engine)
-
-    asyncio.run(main())
+@asynccontextmanager
+async def gateway(script):
+    engine = ScriptedEngine(script, renderer().tokenizer)
+    async with workbench(engine, renderer(), sessions=True) as bench:
+        yield bench, await bench.rollout(), engine
 
 
-def test_ids_go_on_from_ids_and_the_log_probabilities_are_the_recorded_ones():
-    async def steps(bench, session, engine):
+async def test_ids_continue_from_ids_and_log_probabilities_are_recorded_ones():
+    async with gateway(["It is 42.", "Yes."]) as (bench, session, engine):
         http, ids = bench.http(session.token), list(engine.tokenizer.encode("What is 6 times 7?"))
         params = {"max_tokens": 50, "temperature": 0.7, "logprobs": 1, "skip_special_tokens": False}
         body = {"model": "any", "token_ids": ids, "sampling_params": params, "request_id": "r-1"}
@@ -35,22 +33,18 @@ def test_ids_go_on_from_ids_and_the_log_probabilities_are_the_recorded_ones():
         assert prompts(attempt)[1] == tuple(more) and attempt.steps[0].sampling.temperature == 0.7
         assert not bench.gateway.counts
 
-    run(["It is 42.", "Yes."], steps)
 
-
-def test_sessions_of_a_training_client_are_rollouts():
-    async def steps(bench, session, engine):
+async def test_sessions_of_a_training_client_are_rollouts():
+    async with gateway(["One.", "Two."]) as (bench, _, _):
         http = bench.http(bench.gateway.tokens.session_key)
         for name in ("a", "b"):
             body = {"token_ids": [5, 6], "sampling_params": {}}
             assert (await http.post(PATH, json=body, headers={"X-Session-ID": name})).status_code == 200
-            assert len((await bench.pool.attempt(f"session-{name}")).steps) == 1
-
-    run(["One.", "Two."], steps)
+            assert len((await bench.pool.rollout(f"session-{name}")).steps) == 1
 
 
-def test_bad_requests_are_named():
-    async def steps(bench, session, engine):
+async def test_bad_requests_are_named():
+    async with gateway([]) as (bench, session, _):
         http = bench.http(session.token)
         for body, param in [
             ({}, "token_ids"),
@@ -62,5 +56,3 @@ def test_bad_requests_are_named():
         ]:
             answer = await http.post(PATH, json=body)
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
-
-    run([], steps)

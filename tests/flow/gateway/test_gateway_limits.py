@@ -1,11 +1,13 @@
 import asyncio
+from contextlib import asynccontextmanager
 
 import pytest
 from gateway_cases import TOOL, USER, chat, renderer
 
 from penstock.gateway import GatewayLimits
 from penstock.gateway.dialects.chat import ChatDialect
-from penstock.gateway.pending_response import PendingResponse
+from penstock.gateway.request import ModelCall
+from penstock.gateway.response import PendingResponse
 from penstock.pool import POOLS
 from penstock.records import Sampling, Task, make_rollout
 from penstock.testing import ScriptedEngine, ScriptedReply, workbench
@@ -18,13 +20,11 @@ PINGS = {
 }
 
 
-def run(script, steps, **options):
-    async def main():
-        engine = ScriptedEngine(script, renderer().tokenizer)
-        async with workbench(engine, renderer(), **options) as bench:
-            await steps(bench, await bench.rollout(), engine)
-
-    asyncio.run(asyncio.wait_for(main(), 60))
+@asynccontextmanager
+async def gateway(script, **options):
+    engine = ScriptedEngine(script, renderer().tokenizer)
+    async with asyncio.timeout(60), workbench(engine, renderer(), **options) as bench:
+        yield bench, await bench.rollout(), engine
 
 
 def asked(path):
@@ -35,8 +35,10 @@ def asked(path):
 
 @pytest.mark.parametrize("path", PINGS)
 @pytest.mark.parametrize("silent_after", [0, 3])
-def test_a_stream_whose_engine_is_silent_is_kept_alive(path, silent_after):
-    async def steps(bench, session, engine):
+async def test_a_stream_whose_engine_is_silent_is_kept_alive(path, silent_after):
+    async with gateway(
+        [ScriptedReply("42 it is.", stall_after=silent_after)], serves=True, limits=GatewayLimits(keep_alive_s=0.02)
+    ) as (bench, session, engine):
         url, headers = f"{session.base_url.removesuffix('/v1')}{path}", {"authorization": f"Bearer {session.token}"}
         got = b""
         async with bench.http().stream("POST", url, json=asked(path), headers=headers) as response:
@@ -49,10 +51,8 @@ def test_a_stream_whose_engine_is_silent_is_kept_alive(path, silent_after):
         (step,) = (await bench.attempt(session)).steps
         assert (step.finish, step.message["content"]) == ("stop", "42 it is.")
 
-    run([ScriptedReply("42 it is.", stall_after=silent_after)], steps, serves=True, limits=GatewayLimits(keep_alive_s=0.02))
 
-
-def test_a_reader_who_takes_nothing_has_one_event_waiting_for_it_not_many():
+def test_slow_reader_has_one_waiting_event():
     async def main():
         sent, taken = [], asyncio.Event()
 
@@ -60,8 +60,9 @@ def test_a_reader_who_takes_nothing_has_one_event_waiting_for_it_not_many():
             sent.append(message)
             await taken.wait()
 
-        response = PendingResponse("", ChatDialect(renderer().tokenizer), send)
-        response.start_keep_alive(0.001)
+        dialect = ChatDialect(renderer().tokenizer)
+        response, call = PendingResponse(dialect, send), ModelCall(model="m", messages=(), sampling=Sampling(), stream=True)
+        response.begin(call, dialect, model="m", keep_alive_s=0.001)
         await asyncio.wait([asyncio.create_task(taken.wait())], timeout=0.05)
         waiting = len(sent)
         taken.set()
@@ -79,15 +80,13 @@ def test_a_reader_who_takes_nothing_has_one_event_waiting_for_it_not_many():
         (GatewayLimits(calls_per_s=2, concurrent_calls=1), "rate_limit_exceeded", 429),
     ],
 )
-def test_a_rollout_that_asks_for_more_than_its_share_is_told_which(limits, code, status):
-    async def steps(bench, session, engine):
+async def test_rollout_that_asks_for_more_than_share_is_reported_which(limits, code, status):
+    async with gateway(["42."] * 6, limits=limits) as (bench, session, _):
         answers = [await chat(bench.http(session.token), USER) for _ in range(6)]
         refused = [answer for answer in answers if answer.status_code != 200]
         assert 1 <= len(refused) < 6
         assert {(answer.status_code, answer.json()["error"]["code"]) for answer in refused} == {(status, code)}
         assert len((await bench.attempt(session)).steps) == 6 - len(refused)
-
-    run(["42."] * 6, steps, limits=limits)
 
 
 SECRETS = [
@@ -100,7 +99,7 @@ SECRETS = [
 
 
 @pytest.mark.parametrize("secret", SECRETS)
-def test_a_secret_that_an_agent_sends_is_in_no_byte_that_is_kept(tmp_path, secret):
+def test_secrets_of_agents_are_stored_nowhere(tmp_path, secret):
     async def main():
         pool, engine = POOLS.load("sqlite")(tmp_path), ScriptedEngine([f"It is {secret}.", "Yes."], renderer().tokenizer)
         rollout = make_rollout("train-0", "t", 0)

@@ -1,6 +1,6 @@
 """Conversations long enough for the gateway to read only what is new of each body."""
 
-import asyncio
+from contextlib import asynccontextmanager
 
 from gateway_cases import chat, messages_of, renderer
 
@@ -8,20 +8,17 @@ from penstock.gateway.graph import prompts
 from penstock.testing import ScriptedEngine, workbench
 
 
-def run(steps):
-    """Run `steps(http, engine, bench, session)` against a gateway whose engine always says the same."""
-
-    async def main():
-        engine = ScriptedEngine(["42."] * 4, renderer().tokenizer)
-        async with workbench(engine, renderer()) as bench:
-            session = await bench.rollout()
-            return await steps(bench.http(session.token), engine, bench, session)
-
-    return asyncio.run(main())
+@asynccontextmanager
+async def gateway():
+    """Yields http, engine, bench, session: a gateway whose engine always says the same."""
+    engine = ScriptedEngine(["42."] * 4, renderer().tokenizer)
+    async with workbench(engine, renderer()) as bench:
+        session = await bench.rollout()
+        yield bench.http(session.token), engine, bench, session
 
 
-def test_a_long_conversation_goes_on_token_by_token_and_its_retry_gets_the_same_answer():
-    async def steps(http, engine, bench, session):
+async def test_long_conversation_and_its_retry_are_exact():
+    async with gateway() as (http, engine, bench, session):
         talk = [{"role": "system", "content": "Multiply. " * 2000}]
         for turn in range(4):
             talk.append({"role": "user", "content": f"And {turn}?"})
@@ -33,15 +30,11 @@ def test_a_long_conversation_goes_on_token_by_token_and_its_retry_gets_the_same_
         assert [prompts(attempt)[step.index] for step in attempt.steps] == engine.prompts
         assert [node.parent for node in attempt.nodes] == [None, 0, 1, 2]
 
-    run(steps)
 
-
-def test_a_long_conversation_that_is_edited_is_read_as_it_was_sent():
-    async def steps(http, engine, bench, session):
+async def test_long_conversation_that_is_edited_is_read_unchanged_sent():
+    async with gateway() as (http, _, bench, session):
         long = {"role": "system", "content": "Multiply. " * 2000}
         for asked in ("one", "other", "one"):
             await chat(http, long, {"role": "user", "content": asked}, {"role": "user", "content": "Now."})
         nodes = (await bench.attempt(session)).nodes
         assert [node.messages[1]["content"] for node in nodes] == ["one", "other"]
-
-    run(steps)

@@ -1,5 +1,6 @@
 import asyncio
 import warnings
+from contextlib import asynccontextmanager
 
 import orjson
 import pytest
@@ -19,17 +20,14 @@ USER = {"role": "user", "content": "What is 6 times 7?"}
 ASKED = {"model": "any", "max_tokens": 100}
 
 
-def run(script, steps, *, template=CHATML, **options):
-    """Run `steps(client, engine, bench, session)` against a gateway whose engine plays `script`."""
-
-    async def main():
-        rendering = renderer(template=template)
-        engine = options.pop("engine", None) or ScriptedEngine(script, rendering.tokenizer)
-        async with workbench(engine, rendering, **options) as bench:
-            session = await bench.rollout()
-            await steps(made_client(bench, session), engine, bench, session)
-
-    asyncio.run(main())
+@asynccontextmanager
+async def gateway(script, *, template=CHATML, **options):
+    """Yields client, engine, bench, session: a gateway whose engine plays `script`."""
+    rendering = renderer(template=template)
+    engine = options.pop("engine", None) or ScriptedEngine(script, rendering.tokenizer)
+    async with workbench(engine, rendering, **options) as bench:
+        session = await bench.rollout()
+        yield made_client(bench, session), engine, bench, session
 
 
 def made_client(bench, session, **options):
@@ -51,7 +49,7 @@ async def post(bench, session, body, **headers):
 
 
 async def is_one_path(bench, session, engine):
-    """Whether every prompt but the first goes on from the tokens of the one before, as they were sampled."""
+    """Whether every prompt but the first continues from the tokens of the one before, as they were sampled."""
     attempt = await bench.attempt(session)
     assert set(prompts(attempt).values()) == set(engine.prompts)
     before = [prompt + step.completion_ids for prompt, step in zip(engine.prompts, attempt.steps, strict=True)]
@@ -60,8 +58,8 @@ async def is_one_path(bench, session, engine):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_sdk_reads_an_answer_and_its_step_is_recorded(stream):
-    async def steps(client, engine, bench, session):
+async def test_the_sdk_reads_an_answer_and_its_step_is_recorded(stream):
+    async with gateway(["42."]) as (client, engine, bench, session):
         answer = await ask(client, USER, stream=stream, system="Be brief.")
         (step,) = (await bench.attempt(session)).steps
         assert [(block.type, block.text) for block in answer.content] == [("text", "42.")]
@@ -70,12 +68,10 @@ def test_the_sdk_reads_an_answer_and_its_step_is_recorded(stream):
         assert answer.id == f"msg_{step.answer}"
         assert "Be brief." in renderer().tokenizer.decode(engine.prompts[0])
 
-    run(["42."], steps)
-
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_tool_conversation_goes_on_token_by_token(stream):
-    async def steps(client, engine, bench, session):
+async def test_tool_conversation_continues_token_by_token(stream):
+    async with gateway([f"I see.\n{CALL}", f"{CALL}\n{CALL}", "42."]) as (client, engine, bench, session):
         history = [USER]
         while (answer := await ask(client, *history, tools=[TOOL], stream=stream)).stop_reason == "tool_use":
             results = [
@@ -89,40 +85,37 @@ def test_a_tool_conversation_goes_on_token_by_token(stream):
         assert len(engine.prompts) == 3
         assert await is_one_path(bench, session, engine)
 
-    run([f"I see.\n{CALL}", f"{CALL}\n{CALL}", "42."], steps)
-
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_sequence_is_named(stream):
-    async def steps(client, engine, bench, session):
+async def test_a_stop_sequence_is_named(stream):
+    async with gateway(["go STOP and on"]) as (client, _, _, _):
         answer = await ask(client, USER, stop_sequences=["no", "STOP"], stream=stream)
         assert (answer.stop_reason, answer.stop_sequence, answer.content[0].text) == ("stop_sequence", "STOP", "go ")
 
-    run(["go STOP and on"], steps)
-
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_reply_cut_short_says_so(stream):
-    async def steps(client, engine, bench, session):
+async def test_reply_cut_short_reports_it(stream):
+    async with gateway(["The answer is 42."]) as (client, _, _, _):
         assert (await ask(client, USER, max_tokens=2, stream=stream)).stop_reason == "max_tokens"
 
-    run(["The answer is 42."], steps)
 
-
-def test_tokens_are_counted_as_the_call_itself_would():
-    async def steps(client, engine, bench, session):
+async def test_tokens_are_counted_as_the_call_itself_would():
+    async with gateway(["42."]) as (client, engine, bench, session):
         body = {"system": "Be brief.", "tools": [TOOL], "messages": [USER]}
         counted = await client.messages.count_tokens(model="any", **body)
         answer = await client.messages.create(**ASKED | body)
         assert counted.input_tokens == answer.usage.input_tokens == len(engine.prompts[0])
         assert len((await bench.attempt(session)).steps) == 1
 
-    run(["42."], steps)
-
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_thinking_is_shown_apart_and_may_come_back_or_not(stream):
-    async def steps(client, engine, bench, session):
+async def test_thinking_is_shown_apart_and_may_come_back_or_not(stream):
+    async with gateway(["<think>\neasy\n</think>\n\n42."] * 3, template=CHATML + "{# reasons inside <think></think> #}") as (
+        client,
+        engine,
+        bench,
+        session,
+    ):
         first = await ask(client, USER, stream=stream)
         assert [block.type for block in first.content] == ["thinking", "text"]
         assert (first.content[0].thinking.strip(), first.content[1].text.strip()) == ("easy", "42.")
@@ -133,11 +126,9 @@ def test_thinking_is_shown_apart_and_may_come_back_or_not(stream):
         await ask(client, USER, dropped[0], USER, dropped[1], USER, stream=stream)
         assert await is_one_path(bench, session, engine)
 
-    run(["<think>\neasy\n</think>\n\n42."] * 3, steps, template=CHATML + "{# reasons inside <think></think> #}")
 
-
-def test_a_malformed_call_neither_breaks_the_sdk_nor_the_path():
-    async def steps(client, engine, bench, session):
+async def test_a_malformed_call_neither_breaks_the_sdk_nor_the_path():
+    async with gateway([CALL.replace("6", ""), "42."]) as (client, engine, bench, session):
         answer = await ask(client, USER, tools=[TOOL], stream=True)
         (use,) = answer.content
         assert use.input == {"a": None, "INVALID_JSON": '{"a": }'}
@@ -145,17 +136,15 @@ def test_a_malformed_call_neither_breaks_the_sdk_nor_the_path():
         await ask(client, USER, answer.to_param(), {"role": "user", "content": [result]}, tools=[TOOL], stream=True)
         assert await is_one_path(bench, session, engine)
 
-    run([CALL.replace("6", ""), "42."], steps)
-
 
 @pytest.mark.parametrize("options", [{}, {"thread": False}])
-def test_the_tool_runner_works_over_threads_and_without(options):
+async def test_the_tool_runner_works_over_threads_and_without(options):
     @beta_async_tool
     async def multiply(a: float) -> str:
         """Multiply a by 7."""
         return str(a * 7)
 
-    async def steps(_, engine, bench, session):
+    async with gateway([CALL, CALL, "42."]) as (_, engine, bench, session):
         sent, http = [], bench.http()
 
         async def note(request):
@@ -171,11 +160,9 @@ def test_the_tool_runner_works_over_threads_and_without(options):
         assert len((await bench.attempt(session)).nodes) == 3
         assert not bench.gateway.counts
 
-    run([CALL, CALL, "42."], steps)
 
-
-def test_a_thread_may_be_gone_on_from_at_any_answer_and_one_that_is_not_known_is_not_found():
-    async def steps(client, engine, bench, session):
+async def test_thread_continues_from_any_known_answer():
+    async with gateway(["42.", "43.", "44."]) as (client, engine, _, _):
         first = await ask(client, USER, system="Be brief.", tools=[TOOL])
         for _ in range(2):
             await client.beta.messages.create(
@@ -189,10 +176,8 @@ def test_a_thread_may_be_gone_on_from_at_any_answer_and_one_that_is_not_known_is
             )
         assert caught.value.error_code == "thread_not_found"
 
-    run(["42.", "43.", "44."], steps)
 
-
-def test_the_synchronous_sdk_streams_runs_tools_and_counts():
+async def test_the_synchronous_sdk_streams_runs_tools_and_counts():
     @beta_tool
     def multiply(a: float) -> str:
         """Multiply a by 7."""
@@ -205,42 +190,32 @@ def test_the_synchronous_sdk_streams_runs_tools_and_counts():
             said = "".join(stream.text_stream)
         return finals, said, client.messages.count_tokens(model="any", messages=[USER]).input_tokens
 
-    async def steps(_, engine, bench, session):
+    async with gateway([CALL, "42.", "Hello."], serves=True) as (_, engine, _, session):
         with anthropic.Anthropic(api_key=session.token, base_url=session.base_url, max_retries=0) as client:
             finals, said, counted = await asyncio.to_thread(calls, client)
         assert [final.stop_reason for final in finals] == ["tool_use", "end_turn"]
         assert (said, counted) == ("Hello.", len(engine.prompts[2]))
 
-    run([CALL, "42.", "Hello."], steps, serves=True)
 
-
-def test_events_arrive_while_the_engine_still_samples():
-    async def steps(client, engine, bench, session):
-        async with client.messages.stream(**ASKED, messages=[USER]) as events:
-            running = [(event.text, engine.running, engine.release()) async for event in events if event.type == "text"]
-            assert running[0][1] == 1
-            assert "".join(text for text, *_ in running) == "The answer is 42."
-            assert (await events.get_final_message()).content[0].text == "The answer is 42."
-
+async def test_events_arrive_while_the_engine_still_samples():
     engine = ScriptedEngine([ScriptedReply("The answer is 42.", stall_after=5)], renderer().tokenizer)
-    run(None, steps, engine=engine, serves=True)
+    serving = gateway(None, engine=engine, serves=True)
+    async with serving as (client, *_), client.messages.stream(**ASKED, messages=[USER]) as events:
+        running = [(event.text, engine.running, engine.release()) async for event in events if event.type == "text"]
+        assert running[0][1] == 1
+        assert "".join(text for text, *_ in running) == "The answer is 42."
+        assert (await events.get_final_message()).content[0].text == "The answer is 42."
 
 
-def test_a_forced_call_is_made():
-    async def steps(client, engine, bench, session):
+async def test_a_forced_call_is_made():
+    begun = renderer().begin("multiply")[1]
+    assert CALL.startswith(begun)
+    async with gateway([CALL[len(begun) :]]) as (client, *_):
         answer = await ask(client, USER, tools=[TOOL], tool_choice={"type": "tool", "name": "multiply"})
         assert [(block.type, block.name, block.input) for block in answer.content] == [("tool_use", "multiply", {"a": 6})]
 
-    async def unforced(client, engine, bench, session):
-        await ask(client, USER, tools=[TOOL])
 
-    begun = renderer().begin("multiply")[1]
-    assert CALL.startswith(begun)
-    run([CALL[len(begun) :]], steps)
-    run([CALL], unforced)
-
-
-def test_what_a_coding_agent_sends_is_one_path():
+async def test_what_a_coding_agent_sends_is_one_path():
     """Labels move, single blocks become strings, the vendor's header changes, and a system message stands among the turns."""
 
     def body(number, *turns):
@@ -254,7 +229,7 @@ def test_what_a_coding_agent_sends_is_one_path():
     def marked(text):
         return [{"type": "text", "text": text, "cache_control": {"type": "ephemeral"}}]
 
-    async def steps(client, engine, bench, session):
+    async with gateway([CALL, "42."]) as (_, engine, bench, session):
         among = {"role": "system", "content": "You may use tools."}
         await post(bench, session, body(1, {"role": "user", "content": marked("go")}, among))
         (step,) = (await bench.attempt(session)).steps
@@ -267,22 +242,18 @@ def test_what_a_coding_agent_sends_is_one_path():
         expected = {"thinking": 2, "output_config.effort": 2, "system:billing_header": 2}
         assert {name: bench.gateway.counts[f"ignored:{name}"] for name in expected} == expected
 
-    run([CALL, "42."], steps)
-
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_retry_gets_the_same_bytes(stream):
-    async def steps(client, engine, bench, session):
+async def test_a_retry_gets_the_same_bytes(stream):
+    async with gateway(["42."]) as (_, _, bench, session):
         first = await post(bench, session, {"messages": [USER], "stream": stream})
         again = await post(bench, session, {"messages": [USER], "stream": stream}, **{"x-stainless-retry-count": "1"})
         assert first.content == again.content
         assert len((await bench.attempt(session)).steps) == 1
 
-    run(["42."], steps)
 
-
-def test_refusals_are_the_sdks_own_errors():
-    async def steps(client, engine, bench, session):
+async def test_refusals_are_the_sdks_own_errors():
+    async with gateway([ScriptedReply(busy=True)]) as (client, _, bench, session):
         with pytest.raises(anthropic.BadRequestError) as caught:
             await ask(client, {"role": "user", "content": [{"type": "image", "source": {"type": "cloud"}}]})
         assert (caught.value.type, caught.value.error_code) == ("invalid_request_error", "invalid_value")
@@ -295,21 +266,15 @@ def test_refusals_are_the_sdks_own_errors():
         assert (busy.value.type, busy.value.error_code) == ("api_error", "engine_busy")
         assert not (await bench.attempt(session)).steps
 
-    run([ScriptedReply(busy=True)], steps)
 
-
-def test_a_prompt_that_does_not_fit_is_refused_in_words_that_agents_act_on():
-    async def steps(client, engine, bench, session):
-        with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 16 maximum"):
+async def test_overlong_prompt_is_rejected_in_known_words():
+    async with gateway(None, engine=ScriptedEngine(["42."], renderer().tokenizer, context_length=16)) as (client, _, _, _):
+        with pytest.raises(anthropic.BadRequestError, match="maximum"):
             await ask(client, USER)
 
-    run(None, steps, engine=ScriptedEngine(["42."], renderer().tokenizer, context_length=16))
 
-
-def test_a_stream_that_breaks_off_raises_in_the_sdk():
-    async def steps(client, engine, bench, session):
+async def test_a_stream_that_breaks_off_raises_in_the_sdk():
+    async with gateway([ScriptedReply("The answer is 42.", fail_after=4)]) as (client, _, _, _):
         with pytest.raises(anthropic.APIStatusError) as caught:
             await ask(client, USER, stream=True)
         assert caught.value.type == "api_error"
-
-    run([ScriptedReply("The answer is 42.", fail_after=4)], steps)

@@ -2,25 +2,23 @@
 
 import asyncio
 from collections import Counter
+from contextlib import asynccontextmanager
 
 import pytest
 from gateway_cases import USER, chat, messages_of, renderer
 from prometheus_text import read
 
-from penstock.gateway.observability import BOUNDS_S, Histogram, merge
-from penstock.gateway.shared_counters import Peers
+from penstock.gateway.observability import BOUNDS_S, Histogram
 from penstock.records import End
 from penstock.testing import ScriptedEngine, ScriptedReply, workbench
 
 
-def run(steps, script=lambda prompt: "Hi.", *, serves=False):
-    async def main():
-        engine = ScriptedEngine(script, renderer().tokenizer)
-        async with workbench(engine, renderer(), serves=serves) as bench:
-            session = await bench.rollout()
-            await steps(bench, session, bench.http(session.token), engine)
-
-    asyncio.run(main())
+@asynccontextmanager
+async def gateway(script=lambda prompt: "Hi.", *, serves=False):
+    engine = ScriptedEngine(script, renderer().tokenizer)
+    async with workbench(engine, renderer(), serves=serves) as bench:
+        session = await bench.rollout()
+        yield bench, session, bench.http(session.token), engine
 
 
 async def metrics(bench):
@@ -35,8 +33,8 @@ class Found(dict):
         return self[family].values.get(tuple(labels.items()), 0) if family in self else 0
 
 
-def test_calls_are_counted_by_dialect_and_status():
-    async def steps(bench, session, http, engine):
+async def test_calls_are_counted_by_dialect_and_status():
+    async with gateway() as (bench, _, http, _):
         for stream in (False, True, False):
             assert (await chat(http, USER, stream=stream)).status_code == 200
         assert (await chat(http, USER, temperature="hot")).status_code == 400
@@ -45,7 +43,9 @@ def test_calls_are_counted_by_dialect_and_status():
         assert (await http.post("/v1/completions", json={"model": "any", "prompt": "Say"})).status_code == 200
         assert (await http.post("/v1/responses", json={"model": "any", "input": "Say"})).status_code == 200
         found = await metrics(bench)
-        told = {(dict(key)["dialect"], dict(key)["status"]): count for key, count in found["penstock_calls_total"].values.items()}
+        reported = {
+            (dict(key)["dialect"], dict(key)["status"]): count for key, count in found["penstock_calls_total"].values.items()
+        }
         expected = {
             ("chat", "200"): 3,
             ("chat", "400"): 1,
@@ -53,15 +53,13 @@ def test_calls_are_counted_by_dialect_and_status():
             ("completions", "200"): 1,
             ("responses", "200"): 1,
         }
-        assert told == expected
+        assert reported == expected
         assert found.value("penstock_call_seconds_count", dialect="chat") == 4
         assert found.value("penstock_first_token_seconds_count") == 6
 
-    run(steps)
 
-
-def test_tokens_and_steps_are_those_that_were_recorded():
-    async def steps(bench, session, http, engine):
+async def test_tokens_and_steps_are_those_that_were_recorded():
+    async with gateway() as (bench, session, http, engine):
         await chat(http, USER, n=3)
         await chat(http, {"role": "user", "content": "And now?"})
         found, attempt = await metrics(bench), await bench.attempt(session)
@@ -71,11 +69,10 @@ def test_tokens_and_steps_are_those_that_were_recorded():
         assert found.value("penstock_prompt_tokens_total") == len(engine.prompts[0]) + len(engine.prompts[-1])
         assert (found.value("penstock_open_rollouts"), found.value("penstock_gateway_info", model="scripted")) == (1, 1)
 
-    run(steps)
 
-
-def test_tokens_that_could_not_be_recorded_are_sampled_and_not_exact():
-    async def steps(bench, session, http, engine):
+async def test_unrecorded_tokens_are_not_exact():
+    replies = iter([ScriptedReply("Hello there", fail_after=3), "fine"])
+    async with gateway(lambda prompt: next(replies)) as (bench, session, http, _):
         assert (await chat(http, USER)).status_code == 502
         await bench.pool.end(session.rollout_id, End.COMPLETED)
         assert (await chat(http, USER)).status_code == 409
@@ -84,12 +81,9 @@ def test_tokens_that_could_not_be_recorded_are_sampled_and_not_exact():
         assert found.value("penstock_exact_tokens_total") == 3
         assert found.value("penstock_sampled_tokens_total") > 3
 
-    replies = iter([ScriptedReply("Hello there", fail_after=3), "fine"])
-    run(steps, lambda prompt: next(replies))
 
-
-def test_refusals_are_counted_by_code_wherever_they_are_made():
-    async def steps(bench, session, http, engine):
+async def test_refusals_are_counted_by_code_wherever_they_are_made():
+    async with gateway() as (bench, _, http, _):
         await chat(http, USER, temperature="hot")
         await chat(bench.http("sk-nobody"), USER)
         await bench.http().get("/nowhere")
@@ -97,11 +91,9 @@ def test_refusals_are_counted_by_code_wherever_they_are_made():
         codes = {dict(key)["code"]: count for key, count in (await metrics(bench))["penstock_refused_total"].values.items()}
         assert codes == {"invalid_value": 1, "invalid_api_key": 1, "no_such_route": 1, "unknown_rollout": 1}
 
-    run(steps)
 
-
-def test_a_retry_is_counted_as_replayed_and_samples_nothing():
-    async def steps(bench, session, http, engine):
+async def test_a_retry_is_counted_as_replayed_and_samples_nothing():
+    async with gateway() as (bench, _, http, _):
         await chat(http, USER)
         before = await metrics(bench)
         await chat(http, USER, headers={"x-stainless-retry-count": "1"})
@@ -111,11 +103,9 @@ def test_a_retry_is_counted_as_replayed_and_samples_nothing():
         for name in ("penstock_sampled_tokens_total", "penstock_prompt_tokens_total", "penstock_exact_tokens_total"):
             assert after.value(name) == before.value(name)
 
-    run(steps)
 
-
-def test_calls_in_flight_and_those_that_joined_are_seen_while_they_run():
-    async def steps(bench, session, http, engine):
+async def test_running_and_joined_calls_are_counted():
+    async with gateway(lambda prompt: ScriptedReply("Hello", stall_after=2), serves=True) as (bench, _, http, engine):
         async with asyncio.timeout(30), asyncio.TaskGroup() as group:
             group.create_task(chat(http, USER))
             await engine.stalled.wait()
@@ -129,34 +119,28 @@ def test_calls_in_flight_and_those_that_joined_are_seen_while_they_run():
         assert found.value("penstock_calls_total", dialect="chat", status="200") == 2
         assert found.value("penstock_steps_total", finish="stop") == 1
 
-    run(steps, lambda prompt: ScriptedReply("Hello", stall_after=2), serves=True)
 
-
-def test_breaks_are_those_of_the_pool():
-    async def steps(bench, session, http, engine):
+async def test_breaks_are_those_of_the_pool():
+    async with gateway() as (bench, _, http, _):
         talk = [USER, messages_of(await chat(http, USER))[0]]
         await chat(http, *talk, USER)
         for _ in range(2):  # the same edited history twice is one break
             await chat(http, USER, {"role": "assistant", "content": "never said"}, USER)
-        told = {dict(key)["reason"]: count for key, count in (await metrics(bench))["penstock_breaks_total"].values.items()}
-        assert told == (await bench.pool.stats()).breaks != {}
-
-    run(steps)
+        reported = {dict(key)["reason"]: count for key, count in (await metrics(bench))["penstock_breaks_total"].values.items()}
+        assert reported == (await bench.pool.stats()).breaks != {}
 
 
 @pytest.mark.parametrize("name", ["frobnicate", 'quote"d', "back\\slash", "new\nline", "é🙂", "x" * 5000])
-def test_an_ignored_field_is_counted_by_its_name_whatever_it_is(name):
-    async def steps(bench, session, http, engine):
+async def test_ignored_field_is_counted_by_its_name_whatever_it_is(name):
+    async with gateway() as (bench, _, http, _):
         await chat(http, USER, **{name: 1})
-        told = {dict(key)["name"]: count for key, count in (await metrics(bench))["penstock_ignored_total"].values.items()}
-        assert list(told.values()) == [1]
-        assert name.startswith(next(iter(told))) and len(next(iter(told))) <= 100
-
-    run(steps)
+        reported = {dict(key)["name"]: count for key, count in (await metrics(bench))["penstock_ignored_total"].values.items()}
+        assert list(reported.values()) == [1]
+        assert name.startswith(next(iter(reported))) and len(next(iter(reported))) <= 100
 
 
-def test_names_that_callers_make_up_do_not_grow_without_end():
-    async def steps(bench, session, http, engine):
+async def test_names_that_callers_make_up_do_not_grow_without_end():
+    async with gateway() as (bench, _, http, _):
         for part in range(4):
             await chat(http, USER, **{f"made_up_{part}_{number}": 1 for number in range(300)})
         found = await metrics(bench)
@@ -164,24 +148,18 @@ def test_names_that_callers_make_up_do_not_grow_without_end():
         total = sum(found["penstock_ignored_total"].values.values()) + found.value("penstock_notices_total", name="other")
         assert total == 1200
 
-    run(steps)
 
-
-def test_the_policy_version_is_the_engines():
-    async def steps(bench, session, http, engine):
+async def test_the_policy_version_is_the_engines():
+    async with gateway() as (bench, _, _, engine):
         await engine.swap(7, lambda: None)
         assert (await metrics(bench)).value("penstock_policy_version") == 7
 
-    run(steps)
 
-
-def test_a_gateway_that_has_done_nothing_says_so_in_good_form():
-    async def steps(bench, session, http, engine):
+async def test_gateway_that_has_done_nothing_reports_it_in_good_form():
+    async with gateway() as (bench, _, _, _):
         found = await metrics(bench)
         assert found.value("penstock_sampled_tokens_total") == 0
         assert "penstock_calls_total" not in found
-
-    run(steps)
 
 
 def test_a_time_on_a_bound_is_below_it():
@@ -189,35 +167,6 @@ def test_a_time_on_a_bound_is_below_it():
     for seconds in (0.0, BOUNDS_S[0], BOUNDS_S[1], 1e9):
         histogram.add(seconds)
     assert histogram.counts[:2] + histogram.counts[-1:] == [2, 1, 1]
-
-
-def test_counts_of_workers_add_up_and_their_versions_do_not():
-    one = {"penstock_policy_version": {"penstock_policy_version": 3}, "penstock_calls_total": {'x{a="b"}': 2}}
-    other = {"penstock_policy_version": {"penstock_policy_version": 2}, "penstock_calls_total": {'x{a="b"}': 5, "y": 1}}
-    merged = merge([one, other])
-    assert merged["penstock_policy_version"] == {"penstock_policy_version": 3}
-    assert merged["penstock_calls_total"] == {'x{a="b"}': 7, "y": 1}
-
-
-def test_what_a_dead_worker_counted_is_kept_by_its_successor_but_not_what_it_had_in_flight(tmp_path):
-    def samples(calls, in_flight):
-        return {"penstock_calls_total": {"c": calls}, "penstock_calls_in_flight": {"f": in_flight}}
-
-    async def main():
-        Peers(0, 2, tmp_path).save(samples(3, 2))
-        Peers(1, 2, tmp_path).save(samples(10, 1))
-        successor = Peers(0, 2, tmp_path)
-        assert await successor.merged(samples(1, 0)) == samples(14, 1)
-        successor.save(samples(1, 0))
-        assert await Peers(1, 2, tmp_path).merged(samples(0, 0)) == samples(14, 0)
-
-    asyncio.run(main())
-
-
-def test_a_worker_whose_counts_were_never_written_counts_for_nothing(tmp_path):
-    (tmp_path / "counts-1.json").write_bytes(b"{half")
-    mine = {"penstock_calls_total": {"c": 1}}
-    assert asyncio.run(Peers(0, 3, tmp_path).merged(mine)) == mine
 
 
 @pytest.mark.parametrize(
@@ -235,12 +184,10 @@ def test_the_reader_of_these_tests_is_strict(text):
         read(text)
 
 
-def test_every_name_of_a_notice_has_one_family():
-    async def steps(bench, session, http, engine):
+async def test_every_name_of_a_notice_has_one_family():
+    async with gateway() as (bench, _, http, _):
         await chat(http, USER, max_tokens=5000, frobnicate=1)
         found = await metrics(bench)
         assert found.value("penstock_notices_total", name="capped:max_tokens") == 1
         assert found.value("penstock_ignored_total", name="frobnicate") == 1
         assert Counter(bench.gateway.counts) == {"capped:max_tokens": 1, "ignored:frobnicate": 1}
-
-    run(steps)

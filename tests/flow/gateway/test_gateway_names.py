@@ -2,15 +2,13 @@
 
 import asyncio
 
-import pytest
 from gateway_cases import USER, chat, renderer
 
 from penstock.gateway.auth import GatewayTokens
-from penstock.gateway.call import GatewayLimits
 from penstock.gateway.dialects.chat import ChatDialect
-from penstock.gateway.pending_response import PendingResponse
+from penstock.gateway.request import GatewayLimits
+from penstock.gateway.response import PendingResponse
 from penstock.gateway.session import Session
-from penstock.gateway.shared_counters import Peers
 from penstock.records import Sampling, make_rollout
 from penstock.testing import ScriptedEngine, ScriptedReply, workbench
 
@@ -29,7 +27,7 @@ async def unsent(message):
     raise AssertionError(f"nothing is sent here, but {message} was")
 
 
-def named(steps, *, worker=0, workers=1):
+def named(steps):
     """What `steps` returns, given two functions: one begins an answer to a request, the other ends it."""
 
     async def main():
@@ -39,12 +37,12 @@ def named(steps, *, worker=0, workers=1):
             tokens=GatewayTokens(b"a secret for tests only"),
             base_url="",
             limits=GatewayLimits(),
-            peers=Peers(worker, workers),
         )
         task = asyncio.current_task()
 
         def begin(request):
-            response = PendingResponse(request, ChatDialect(renderer().tokenizer), unsent)
+            response = PendingResponse(ChatDialect(renderer().tokenizer), unsent)
+            response.request = request
             session.start_call(response, task)
             return response
 
@@ -53,15 +51,14 @@ def named(steps, *, worker=0, workers=1):
     return asyncio.run(main())
 
 
-def test_as_many_names_are_made_as_there_are_answers_to_the_same_request():
+def test_identical_requests_get_distinct_answer_names():
     asked = Asked("q")
     names = named(lambda begin, end: [begin(asked).name for _ in range(100)])
     assert names == [f"q-{number}" for number in range(100)]
     assert asked.names == 100
 
 
-@pytest.mark.parametrize(("worker", "workers"), [(0, 1), (2, 3)])
-def test_an_answer_gets_the_number_after_all_that_are_on_their_way(worker, workers):
+def test_answer_number_follows_all_pending_ones():
     def steps(begin, end):
         responses = [begin("q") for _ in range(3)]
         end(responses[1])
@@ -69,11 +66,10 @@ def test_an_answer_gets_the_number_after_all_that_are_on_their_way(worker, worke
         end(responses[0])
         return [*names, begin("q").name]
 
-    expected = [f"{request}-{number * workers + worker}" for request, number in (("q", 3), ("other", 0), ("q", 4))]
-    assert named(steps, worker=worker, workers=workers) == expected
+    assert named(steps) == ["q-3", "other-0", "q-4"]
 
 
-def test_answers_that_overtake_an_earlier_one_have_names_of_their_own():
+def test_answers_that_overtake_an_earlier_one_have_names():
     async def main():
         engine = ScriptedEngine([ScriptedReply("first", stall_after=1), "second", "third"], renderer().tokenizer)
         async with workbench(engine, renderer()) as bench, asyncio.timeout(30):

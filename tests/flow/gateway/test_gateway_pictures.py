@@ -3,7 +3,7 @@
 import asyncio
 import dataclasses
 import logging
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 from aiohttp import web
@@ -12,7 +12,7 @@ from tiny_vision import BLUE, RED, image, url_of, write_vision_tokenizer
 from faults.upstream_cases import PICTURE_MARK, PICTURES, FakeVllm, edited, engine_over, picture_tokens
 from penstock.chat.renderer import Renderer
 from penstock.errors import EngineError, EngineRefused
-from penstock.gateway.pictures import PictureReader
+from penstock.gateway.prompt import PictureReader
 from penstock.pool.pictures import PictureStore
 from penstock.testing import workbench
 from penstock.train.sequences import exactness, read_graph, why_untrainable
@@ -42,27 +42,25 @@ class Talk:
         return await self.bench.attempt(self.session)
 
 
-def run(tmp_path, steps, *, sees=True, version="0.32.0", edit=None, template=None):
-    async def main():
-        write_vision_tokenizer(tmp_path / "model")
-        if template:
-            (tmp_path / "model" / "chat_template.jinja").write_text(template)
-        server = FakeVllm(version=version)
-        server.sees_pictures, server.vocabulary = sees, 1000
-        if edit:
-            server.otherwise = dataclasses.replace(server.otherwise, edit=edit)
-        async with AsyncExitStack() as stack:
-            await stack.enter_async_context(server)
-            engine = await stack.enter_async_context(engine_over(server, folder=tmp_path / "model"))
-            renderer = Renderer.load(tmp_path / "model")
-            bench = await stack.enter_async_context(workbench(engine, renderer, pictures=tmp_path / "run"))
-            await steps(Talk(bench, await bench.rollout(), server))
-
-    asyncio.run(main())
+@asynccontextmanager
+async def gateway(tmp_path, *, sees=True, version="0.32.0", edit=None, template=None):
+    write_vision_tokenizer(tmp_path / "model")
+    if template:
+        (tmp_path / "model" / "chat_template.jinja").write_text(template)
+    server = FakeVllm(version=version)
+    server.sees_pictures, server.vocabulary = sees, 1000
+    if edit:
+        server.otherwise = dataclasses.replace(server.otherwise, edit=edit)
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(server)
+        engine = await stack.enter_async_context(engine_over(server, folder=tmp_path / "model"))
+        renderer = Renderer.load(tmp_path / "model")
+        bench = await stack.enter_async_context(workbench(engine, renderer, pictures=tmp_path / "run"))
+        yield Talk(bench, await bench.rollout(), server)
 
 
-def test_a_picture_reaches_the_server_and_is_recorded_by_digest_with_the_tokens_that_it_became(tmp_path):
-    async def steps(talk):
+async def test_picture_is_recorded_by_digest_and_tokens(tmp_path):
+    async with gateway(tmp_path) as talk:
         await talk.say([{"type": "text", "text": "See <image>:"}, image(RED)])
         [asked], attempt = talk.server.requests, await talk.attempt()
         [node] = attempt.nodes
@@ -76,11 +74,9 @@ def test_a_picture_reaches_the_server_and_is_recorded_by_digest_with_the_tokens_
         assert node.messages[0]["content"][1] == {"type": "picture", "digest": picture.digest, "media_type": "image/png"}
         assert talk.counts == {}
 
-    run(tmp_path, steps)
 
-
-def test_a_conversation_with_pictures_is_one_path_whose_tokens_are_exact_and_masked_after_the_first_picture(tmp_path):
-    async def steps(talk):
+async def test_tokens_after_the_first_picture_are_masked(tmp_path):
+    async with gateway(tmp_path) as talk:
         first = await talk.say("Hello.")
         await talk.say([image(RED), {"type": "text", "text": "And this?"}])
         await talk.say("More.")
@@ -93,11 +89,9 @@ def test_a_conversation_with_pictures_is_one_path_whose_tokens_are_exact_and_mas
         assert "prompt" in talk.server.requests[0]  # without pictures by the route of text
         assert last.usage.prompt_tokens > first.usage.prompt_tokens + 3 * len(picture_tokens(url_of(BLUE)))
 
-    run(tmp_path, steps)
 
-
-def test_another_picture_is_another_path_and_the_same_one_the_same(tmp_path):
-    async def steps(talk):
+async def test_another_picture_is_another_path_and_same_one_same(tmp_path):
+    async with gateway(tmp_path) as talk:
         await talk.say([image(RED)])
         talk.messages.clear()
         await talk.say([image(RED)])
@@ -106,13 +100,10 @@ def test_another_picture_is_another_path_and_the_same_one_the_same(tmp_path):
         attempt = await talk.attempt()
         assert [step.node for step in attempt.steps] == [0, 0, 1]
 
-    run(tmp_path, steps)
 
-
-def test_a_picture_in_a_tool_result_is_seen_inside_of_it(tmp_path):
+async def test_picture_in_tool_result_is_seen_inside_of_it(tmp_path):
     call = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
-
-    async def steps(talk):
+    async with gateway(tmp_path) as talk:
         talk.messages += [{"role": "user", "content": "Look."}, {"role": "assistant", "content": "", "tool_calls": [call]}]
         await talk.say([{"type": "text", "text": "Here:"}, image(BLUE)], role="tool", tool_call_id="call_1")
         [node] = (await talk.attempt()).nodes
@@ -120,8 +111,6 @@ def test_a_picture_in_a_tool_result_is_seen_inside_of_it(tmp_path):
         before, after = node.token_ids[: picture.first], node.token_ids[picture.first + picture.size :]
         decode = Renderer.load(tmp_path / "model").tokenizer.decode
         assert decode(before).endswith("<tool_response>\nHere:") and decode(after).startswith("\n</tool_response>")
-
-    run(tmp_path, steps)
 
 
 @pytest.mark.parametrize(
@@ -133,8 +122,8 @@ def test_a_picture_in_a_tool_result_is_seen_inside_of_it(tmp_path):
         (True, "0.32.0", {"type": "image_url", "image_url": {"url": "http://pictures.example/a.png"}}),
     ],
 )
-def test_a_picture_that_the_server_does_not_take_is_a_counted_line(tmp_path, sees, version, part):
-    async def steps(talk):
+async def test_picture_that_server_does_not_take_is_counted_line(tmp_path, sees, version, part):
+    async with gateway(tmp_path, sees=sees, version=version) as talk:
         await talk.say("Hello.")
         await talk.say([{"type": "text", "text": "See:"}, part])
         attempt = await talk.attempt()
@@ -142,40 +131,34 @@ def test_a_picture_that_the_server_does_not_take_is_a_counted_line(tmp_path, see
         assert talk.counts == {"placeholder:image": 1} and attempt.nodes[1].pictures == ()
         assert [why_untrainable(step, read_graph(attempt)) for step in attempt.steps] == [None, None]
 
-    run(tmp_path, steps, sees=sees, version=version)
 
-
-def test_a_template_that_does_not_show_pictures_as_the_server_does_gets_a_line(tmp_path, caplog):
+async def test_template_without_pictures_gets_a_line(tmp_path, caplog):
     numbered = (
         "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
 
-    async def steps(talk):
-        await talk.say([{"type": "text", "text": "See:"}, image(RED)])
-        assert talk.counts == {"placeholder:image": 1}
-        assert "otherwise than the chat template" in caplog.text
-
     with caplog.at_level(logging.WARNING):
-        run(tmp_path, steps, template=numbered)
+        async with gateway(tmp_path, template=numbered) as talk:
+            await talk.say([{"type": "text", "text": "See:"}, image(RED)])
+            assert talk.counts == {"placeholder:image": 1}
+    assert "otherwise than the chat template" in caplog.text
 
 
-def test_a_reply_after_another_prompt_than_ours_is_not_recorded(tmp_path):
+async def test_a_reply_after_another_prompt_than_ours_is_not_recorded(tmp_path):
     def other(events):
         return [events[0].replace(b'"prompt_token_ids": [257', b'"prompt_token_ids": [256'), *events[1:]]
 
-    async def steps(talk):
+    async with gateway(tmp_path, edit=other) as talk:
         answer = await talk.bench.http(talk.session.token).post(
             "/v1/chat/completions", json={"model": "any", "messages": [{"role": "user", "content": [image(RED)]}], "max_tokens": 4}
         )
         assert answer.status_code == 502 and "otherwise than when it was asked" in answer.text
         assert (await talk.attempt()).steps == ()
 
-    run(tmp_path, steps, edit=other)
 
-
-def test_a_picture_after_a_sampled_token_that_stands_for_one_is_refused(tmp_path):
-    async def steps(talk):
+async def test_picture_after_sampled_token_that_stands_for_one_is_rejected(tmp_path):
+    async with gateway(tmp_path, edit=edited(1, token_ids=[PICTURE_MARK])) as talk:
         await talk.say("Hello.")
         talk.messages.append({"role": "user", "content": [image(RED)]})
         answer = await talk.bench.http(talk.session.token).post(
@@ -183,11 +166,9 @@ def test_a_picture_after_a_sampled_token_that_stands_for_one_is_refused(tmp_path
         )
         assert answer.status_code == 400 and f"token {PICTURE_MARK} stands for a picture" in answer.text
 
-    run(tmp_path, steps, edit=edited(1, token_ids=[PICTURE_MARK]))
 
-
-def test_pictures_of_an_earlier_answer_are_seen_again_by_their_digest(tmp_path):
-    async def steps(talk):
+async def test_pictures_of_earlier_answer_are_seen_again_by_their_digest(tmp_path):
+    async with gateway(tmp_path) as talk:
         http = talk.bench.http(talk.session.token)
         content = [{"type": "input_image", "image_url": url_of(RED)}]
         body = {"model": "any", "max_output_tokens": 16, "input": [{"role": "user", "content": content}]}
@@ -196,8 +177,6 @@ def test_pictures_of_an_earlier_answer_are_seen_again_by_their_digest(tmp_path):
         assert (await http.post("/v1/responses", json=body)).status_code == 200
         attempt = await talk.attempt()
         assert [node.parent for node in attempt.nodes] == [None, 0] and len(talk.server.requests[1]["content_parts"]) == 1
-
-    run(tmp_path, steps)
 
 
 def test_a_full_folder_of_pictures_takes_no_more_of_them(tmp_path):
@@ -223,8 +202,8 @@ def test_the_double_answers_about_pictures_as_a_real_server_did(tmp_path):
         async with server, engine_over(server) as engine:
             for entry in PICTURES.values():
                 if "body" in entry and entry["status"] == 200 and "token_ids" in entry["body"]:
-                    told = await engine.client.http.request_bytes(server.url + "/inference/v1/generate", entry["body"])
-                    assert prompts(told.decode()) == prompts(entry["answer"])
+                    reported = await engine.client.http.request_bytes(server.url + "/inference/v1/generate", entry["body"])
+                    assert prompts(reported.decode()) == prompts(entry["answer"])
 
     asyncio.run(main())
 
@@ -235,7 +214,7 @@ def prompts(stream):
     return first[first.index('"prompt_token_ids"') : first.index("]")], ['"token_ids"' in first, '"logprobs":{"content"' in first]
 
 
-def test_pictures_are_for_fleets_whose_servers_all_take_them_and_one_that_is_busy_is_asked_again():
+def test_pictures_need_servers_that_all_take_them():
     async def main():
         one, other = FakeVllm(), FakeVllm(version="0.29.0")
         one.sees_pictures = other.sees_pictures = True
@@ -246,7 +225,7 @@ def test_pictures_are_for_fleets_whose_servers_all_take_them_and_one_that_is_bus
 
         one.cut = cut
         async with one, other, engine_over(one, other) as both, engine_over(one) as engine:
-            with pytest.raises(EngineRefused, match=r"start vLLM 0\.30 or later with --enable-scale-out"):
+            with pytest.raises(EngineRefused, match="--enable-scale-out"):
                 await both.render_picture(url_of(RED))
             assert (await engine.render_picture(url_of(RED))).size == len(picture_tokens(url_of(RED)))
             assert next(busy, None) is None
@@ -254,7 +233,7 @@ def test_pictures_are_for_fleets_whose_servers_all_take_them_and_one_that_is_bus
     asyncio.run(main())
 
 
-def test_a_server_that_is_away_is_an_error_and_no_reason_to_leave_a_picture_out(tmp_path):
+def test_absent_server_is_an_error_with_the_picture_kept(tmp_path):
     async def main():
         server = FakeVllm()
         server.sees_pictures = True

@@ -1,13 +1,14 @@
-"""Several policies behind one gateway: the model name chooses, and each has paths of its own in the token graph."""
+"""Several policies behind one gateway: the model name chooses, and each has its own paths in the token graph."""
 
 import asyncio
+from contextlib import asynccontextmanager
 
 import pytest
 from gateway_cases import USER, chat, renderer
 
 from penstock.engines.text_endpoints.openai import OpenAIEndpoint, OpenAISection
 from penstock.gateway.graph import prompts
-from penstock.gateway.policies import ServedPolicy
+from penstock.gateway.sources import ServedPolicy
 from penstock.pool.rows import encode_row
 from penstock.testing import ScriptedEngine, workbench
 
@@ -25,22 +26,19 @@ def engine(*replies, name="scripted"):
     return ScriptedEngine(list(replies), renderer().tokenizer, model=name)
 
 
-def run(steps, *, planner=(), executor=(), default=None):
-    """Run `steps(http, bench, session, engines)` against a gateway with two policies, whose engines play these replies."""
-
-    async def main():
-        engines = {"planner": engine(*planner), "executor": engine(*executor)}
-        served = {name: ServedPolicy(each, renderer(), default=name == default) for name, each in engines.items()}
-        async with workbench(engines["planner"], renderer(), policies=served) as bench:
-            session = await bench.rollout()
-            return await steps(bench.http(session.token), bench, session, engines)
-
-    return asyncio.run(main())
+@asynccontextmanager
+async def gateway(*, planner=(), executor=(), default=None):
+    """Yields http, bench, session, engines: a gateway with two policies, whose engines play these replies."""
+    engines = {"planner": engine(*planner), "executor": engine(*executor)}
+    served = {name: ServedPolicy(each, renderer(), default=name == default) for name, each in engines.items()}
+    async with workbench(engines["planner"], renderer(), policies=served) as bench:
+        session = await bench.rollout()
+        yield bench.http(session.token), bench, session, engines
 
 
 @pytest.mark.parametrize("path", CALLS)
-def test_the_model_name_chooses_the_policy_in_every_dialect(path):
-    async def steps(http, bench, session, engines):
+async def test_the_model_name_chooses_the_policy_in_every_dialect(path):
+    async with gateway(planner=["a plan"], executor=["done"]) as (http, bench, session, _):
         for name in ("executor", "planner"):
             answer = await http.post(path, json=CALLS[path] | {"model": name, "trajectory_uid": session.rollout_id})
             assert answer.status_code == 200, answer.text
@@ -51,43 +49,35 @@ def test_the_model_name_chooses_the_policy_in_every_dialect(path):
             ("planner", "planner", "a plan"),
         ]
 
-    run(steps, planner=["a plan"], executor=["done"])
-
 
 @pytest.mark.parametrize("path", CALLS)
 @pytest.mark.parametrize("model", ["gpt-5", None])
-def test_a_name_of_no_policy_is_refused_in_every_dialect(path, model):
-    async def steps(http, bench, session, engines):
+async def test_a_name_of_no_policy_is_refused_in_every_dialect(path, model):
+    async with gateway() as (http, bench, session, _):
         body = CALLS[path] | {"trajectory_uid": session.rollout_id} | ({"model": model} if model else {})
         answer = await http.post(path, json=body)
         assert answer.status_code == 404
         assert "this gateway serves the policies planner, executor" in answer.text
         assert not (await bench.attempt(session)).steps
 
-    run(steps)
 
-
-def test_the_default_policy_answers_under_any_other_name_and_that_is_counted():
-    async def steps(http, bench, session, engines):
+async def test_default_policy_answers_other_names_and_counts_them():
+    async with gateway(executor=["42"], default="executor") as (http, bench, session, _):
         assert (await chat(http, USER, model="gpt-5")).json()["model"] == "executor"
         assert bench.gateway.counts["answered_by_default:gpt-5"] == 1
         assert [step.policy for step in (await bench.attempt(session)).steps] == ["executor"]
 
-    run(steps, executor=["42"], default="executor")
-
 
 @pytest.mark.parametrize("name", ["osmosis-rollout", "openai/osmosis-rollout"])
-def test_the_placeholder_is_the_default_policy_and_no_mistake(name):
-    async def steps(http, bench, session, engines):
+async def test_the_placeholder_is_the_default_policy_and_no_mistake(name):
+    async with gateway(executor=["42"], default="executor") as (http, bench, _, _):
         assert (await chat(http, USER, model=name)).json()["model"] == "executor"
         assert (await http.get(f"/v1/models/{name}")).json()["id"] == name
         assert not [count for count in bench.gateway.counts if count.startswith("answered_by_default")]
 
-    run(steps, executor=["42"], default="executor")
-
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
-def test_a_policy_behind_an_endpoint_that_gives_text_is_refused_where_tokens_are_needed(path):
+def test_text_endpoint_is_rejected_where_tokens_are_needed(path):
     async def main():
         user = ServedPolicy(OpenAIEndpoint("m", OpenAISection(name="openai", url="http://127.0.0.1:9/v1")), None)
         served = {"planner": ServedPolicy(engine(), renderer()), "user": user}
@@ -101,19 +91,17 @@ def test_a_policy_behind_an_endpoint_that_gives_text_is_refused_where_tokens_are
     asyncio.run(main())
 
 
-def test_models_lists_the_policies():
-    async def steps(http, bench, session, engines):
+async def test_models_lists_the_policies():
+    async with gateway() as (http, _, _, _):
         listed = (await http.get("/v1/models")).json()
         assert [model["id"] for model in listed["data"]] == ["planner", "executor"]
         assert (listed["first_id"], listed["last_id"]) == ("planner", "executor")
         assert (await http.get("/v1/models/executor")).json()["id"] == "executor"
         assert (await http.get("/v1/models/scripted")).status_code == 404
 
-    run(steps)
 
-
-def test_policies_share_no_path_though_their_messages_are_the_same():
-    async def steps(http, bench, session, engines):
+async def test_policies_share_no_path_though_their_messages_are_the_same():
+    async with gateway(planner=["same", "p"], executor=["same", "e"]) as (http, bench, session, engines):
         for name in ("planner", "executor"):
             await chat(http, USER, model=name)
         said = {"role": "assistant", "content": "same"}
@@ -134,56 +122,44 @@ def test_policies_share_no_path_though_their_messages_are_the_same():
             *engines["executor"].prompts[1:],
         ]
 
-    run(steps, planner=["same", "p"], executor=["same", "e"])
 
-
-def test_raw_prompts_of_two_policies_share_no_path():
-    async def steps(http, bench, session, engines):
+async def test_raw_prompts_of_two_policies_share_no_path():
+    async with gateway(planner=["c"], executor=["x"]) as (http, bench, session, _):
         for name, prompt in (("planner", "ab"), ("executor", "abcd")):
             await http.post("/v1/completions", json={"model": name, "prompt": prompt})
         assert [node.parent for node in (await bench.attempt(session)).nodes] == [None, None]
 
-    run(steps, planner=["c"], executor=["x"])
 
-
-def test_a_reply_of_another_policy_in_the_history_is_no_break():
-    async def steps(http, bench, session, engines):
+async def test_reply_of_another_policy_in_history_is_no_break():
+    async with gateway(planner=["a plan"], executor=["done"]) as (http, bench, session, _):
         await chat(http, USER, model="planner")
         await chat(http, USER, {"role": "assistant", "content": "a plan"}, MORE, model="executor")
         assert [(node.parent, node.reason) for node in (await bench.attempt(session)).nodes] == [(None, None), (None, None)]
 
-    run(steps, planner=["a plan"], executor=["done"])
 
-
-def test_an_agent_with_a_policys_name_and_no_model_of_its_own_gets_that_policy():
-    async def steps(http, bench, session, engines):
+async def test_agent_with_policys_name_and_no_model_gets_that_policy():
+    async with gateway(planner=["a plan"], executor=["done"]) as (http, bench, session, _):
         await chat(http, USER, model="policy", headers={"x-sample-id": "executor"})
         await chat(http, USER, model="planner", headers={"x-sample-id": "executor"})
         made = [(step.policy, step.transcript) for step in (await bench.attempt(session)).steps]
         assert made == [("executor", "executor"), ("planner", "executor")]
         assert not bench.gateway.counts
 
-    run(steps, planner=["a plan"], executor=["done"])
 
-
-def test_a_named_transcript_keeps_its_name():
-    async def steps(http, bench, session, engines):
+async def test_a_named_transcript_keeps_its_name():
+    async with gateway(planner=["a plan"]) as (http, bench, session, _):
         await chat(http, USER, model="planner", headers={"x-sample-id": "first draft"})
         (step,) = (await bench.attempt(session)).steps
         assert (step.policy, step.transcript) == ("planner", "first draft")
 
-    run(steps, planner=["a plan"])
 
-
-def test_metrics_count_steps_and_tokens_by_policy():
-    async def steps(http, bench, session, engines):
+async def test_metrics_count_steps_and_tokens_by_policy():
+    async with gateway(planner=["a plan"]) as (http, bench, session, _):
         await chat(http, USER, model="planner")
         text = (await bench.http(bench.gateway.tokens.admin).get("/metrics")).text
         assert 'penstock_policy_steps_total{policy="planner"} 1' in text
         size = len((await bench.attempt(session)).steps[0].completion_ids)
         assert f'penstock_policy_tokens_total{{policy="planner"}} {size}' in text
-
-    run(steps, planner=["a plan"])
 
 
 def test_without_policies_nothing_is_added():

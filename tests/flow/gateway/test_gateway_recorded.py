@@ -1,4 +1,4 @@
-"""What a gateway tells of a rollout when it is closed: the same as the pool holds, or nothing."""
+"""What a gateway reports a rollout when it is closed: the same as the pool holds, or nothing."""
 
 import asyncio
 
@@ -17,13 +17,13 @@ class CountingPool(MemoryPool):
         super().__init__(lambda: 0.0)
         self.asked = 0
 
-    async def attempt(self, rollout_id, *, first_step=0, first_node=0):
+    async def rollout(self, rollout_id, *, first_step=0, first_node=0):
         self.asked += 1
-        return await super().attempt(rollout_id, first_step=first_step, first_node=first_node)
+        return await super().rollout(rollout_id, first_step=first_step, first_node=first_node)
 
 
 def closed(calls, *, fresh=True, pool=None, script=("one", "two"), secrets=()):
-    """Close a rollout after `calls(http)`; what the gateway tells of it, and what the pool holds."""
+    """Close a rollout after `calls(http)`; what the gateway reports it, and what the pool holds."""
 
     async def main():
         store = pool or memory_pool()
@@ -33,9 +33,9 @@ def closed(calls, *, fresh=True, pool=None, script=("one", "two"), secrets=()):
         async with workbench(engine, renderer(), pool=store, secrets=secrets) as bench:
             session = bench.gateway.open(rollout, Sampling(), fresh=fresh)
             await calls(bench.http(session.token))
-            told = bench.gateway.close(rollout.id)
+            reported = bench.gateway.close(rollout.id)
             asked = getattr(store, "asked", None)
-            return told, await store.attempt(rollout.id), asked
+            return reported, await store.rollout(rollout.id), asked
 
     return asyncio.run(main())
 
@@ -46,10 +46,10 @@ async def two_turns(http):
 
 
 @pytest.mark.parametrize("fresh", [True, False])
-def test_a_closed_rollout_is_told_as_the_pool_holds_it(fresh):
-    told, stored, _ = closed(two_turns, fresh=fresh)
-    assert (told.rollout, told.nodes, told.steps) == (stored.rollout, stored.nodes, stored.steps)
-    assert len(told.steps) == 2
+def test_closed_rollout_is_reported_as_pool_holds_it(fresh):
+    reported, stored, _ = closed(two_turns, fresh=fresh)
+    assert (reported.ref, reported.nodes, reported.steps) == (stored.ref, stored.nodes, stored.steps)
+    assert len(reported.steps) == 2
 
 
 def test_the_pool_is_not_asked_about_a_fresh_rollout():
@@ -57,16 +57,16 @@ def test_the_pool_is_not_asked_about_a_fresh_rollout():
     assert closed(two_turns, pool=CountingPool(), fresh=False)[2] == 1
 
 
-def test_where_a_secret_was_taken_out_only_the_pool_tells():
-    told, stored, _ = closed(lambda http: chat(http, USER), script=["It is hunter2hunter2."], secrets=["hunter2hunter2"])
-    assert told is None
+def test_where_a_secret_was_taken_out_only_the_pool_reports():
+    reported, stored, _ = closed(lambda http: chat(http, USER), script=["It is hunter2hunter2."], secrets=["hunter2hunter2"])
+    assert reported is None
     assert stored.steps[0].message["content"] == "It is [redacted]."
 
 
-def test_where_the_caller_sent_a_secret_only_the_pool_tells():
+def test_where_the_caller_sent_a_secret_only_the_pool_reports():
     asked = {"role": "user", "content": "my key is hunter2hunter2"}
-    told, stored, _ = closed(lambda http: chat(http, asked), secrets=["hunter2hunter2"])
-    assert told is None
+    reported, stored, _ = closed(lambda http: chat(http, asked), secrets=["hunter2hunter2"])
+    assert reported is None
     assert stored.nodes[0].messages[0]["content"] == "my key is [redacted]"
 
 
@@ -83,7 +83,7 @@ class Silent(ScriptedEngine):
         yield
 
 
-def test_of_a_rollout_whose_call_still_runs_only_the_pool_tells():
+def test_of_rollout_whose_call_still_runs_only_pool_reports():
     async def main():
         engine = Silent()
         async with workbench(engine, renderer()) as bench:
@@ -104,7 +104,7 @@ def test_a_rollout_that_nobody_opened_is_nothing_to_tell_of():
     asyncio.run(main())
 
 
-def test_of_a_rollout_that_was_graded_by_a_route_only_the_pool_tells():
+def test_of_rollout_that_was_graded_by_route_only_pool_reports():
     async def main():
         async with workbench(ScriptedEngine(["one"], renderer().tokenizer), renderer()) as bench:
             session = await bench.rollout()

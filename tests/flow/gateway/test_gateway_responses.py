@@ -1,5 +1,5 @@
-import asyncio
 import json
+from contextlib import asynccontextmanager
 
 import openai
 import pytest
@@ -17,16 +17,13 @@ AGENTS = {"type": "namespace", "name": "agents", "description": "Others.", "tool
 ASKED = "What is 6 times 7?"
 
 
-def run(script, steps, **options):
-    """Run `steps(client, engine, bench, session)` with a real client of a gateway whose engine plays `script`."""
-
-    async def main():
-        engine = ScriptedEngine(script, renderer().tokenizer)
-        async with workbench(engine, renderer(), **options) as bench:
-            session = await bench.rollout()
-            return await steps(bench.openai(session), engine, bench, session)
-
-    return asyncio.run(main())
+@asynccontextmanager
+async def gateway(script, **options):
+    """Yields client, engine, bench, session: a real client of a gateway whose engine plays `script`."""
+    engine = ScriptedEngine(script, renderer().tokenizer)
+    async with workbench(engine, renderer(), **options) as bench:
+        session = await bench.rollout()
+        yield bench.openai(session), engine, bench, session
 
 
 async def reply_to(client, stream, **fields):
@@ -50,8 +47,8 @@ async def is_exact(engine, bench, session):
     return all(later[: len(one)] == one for one, later in zip(seen, engine.prompts[1:], strict=False))
 
 
-def test_an_answer_is_recorded_and_says_what_was_asked():
-    async def steps(client, engine, bench, session):
+async def test_an_answer_is_recorded_and_says_what_was_asked():
+    async with gateway(["42."]) as (client, engine, bench, session):
         response = await reply_to(client, False, input=ASKED, instructions="Be brief.", temperature=0.5, max_output_tokens=50)
         (step,) = (await bench.attempt(session)).steps
         assert (response.output_text, response.status, response.id) == ("42.", "completed", f"resp_{step.answer}")
@@ -60,12 +57,10 @@ def test_an_answer_is_recorded_and_says_what_was_asked():
         assert response.usage.output_tokens == len(step.completion_ids)
         assert "Be brief." in renderer().tokenizer.decode(engine.prompts[0])
 
-    run(["42."], steps)
-
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_calls_and_results_as_items_go_on_token_by_token(stream):
-    async def steps(client, engine, bench, session):
+async def test_calls_and_results_as_items_continue_token_by_token(stream):
+    async with gateway([f"Let me see.\n{CALL}\n{CALL}", PATCH, "It is 42."]) as (client, engine, bench, session):
         history = [{"role": "user", "content": ASKED}]
         for _ in range(2):
             response = await reply_to(client, stream, input=history, tools=[MULTIPLY, FREEFORM])
@@ -80,12 +75,10 @@ def test_calls_and_results_as_items_go_on_token_by_token(stream):
         assert await is_exact(engine, bench, session)
         assert [node.reason for node in (await bench.attempt(session)).nodes] == [None] * 3
 
-    run([f"Let me see.\n{CALL}\n{CALL}", PATCH, "It is 42."], steps)
-
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_earlier_response_is_continued_by_its_id(stream):
-    async def steps(client, engine, bench, session):
+async def test_an_earlier_response_is_continued_by_its_id(stream):
+    async with gateway([CALL, "It is 42.", "So it is."]) as (client, engine, bench, session):
         first = await reply_to(client, stream, input=ASKED, tools=[MULTIPLY], instructions="Be brief.")
         result = {"type": "function_call_output", "call_id": first.output[0].call_id, "output": "42"}
         options = {"tools": [MULTIPLY], "instructions": "Be brief."}
@@ -94,11 +87,9 @@ def test_an_earlier_response_is_continued_by_its_id(stream):
         assert (second.previous_response_id, third.output_text) == (first.id, "So it is.")
         assert await is_exact(engine, bench, session)
 
-    run([CALL, "It is 42.", "So it is."], steps)
 
-
-def test_other_instructions_replace_those_of_the_earlier_response():
-    async def steps(client, engine, bench, session):
+async def test_other_instructions_replace_those_of_the_earlier_response():
+    async with gateway(["42.", "So it is."]) as (client, engine, bench, session):
         first = await reply_to(client, False, input=ASKED, instructions="Be brief.")
         await reply_to(client, False, input="Why?", previous_response_id=first.id, instructions="Be long.")
         prompt = renderer().tokenizer.decode(engine.prompts[1])
@@ -106,22 +97,18 @@ def test_other_instructions_replace_those_of_the_earlier_response():
         assert "Be brief." not in prompt
         assert (await bench.attempt(session)).nodes[1].reason == "history_edited"
 
-    run(["42.", "So it is."], steps)
 
-
-def test_a_response_of_another_rollout_is_not_found():
-    async def steps(client, engine, bench, session):
+async def test_a_response_of_another_rollout_is_not_found():
+    async with gateway(["42."]) as (client, _, bench, _):
         response = await reply_to(client, False, input=ASKED)
         other = bench.openai(await bench.rollout("train-1"))
         with pytest.raises(openai.BadRequestError) as refusal:
             await reply_to(other, False, input="Why?", previous_response_id=response.id)
         assert (refusal.value.code, refusal.value.param) == ("previous_response_not_found", "previous_response_id")
 
-    run(["42."], steps)
 
-
-def test_items_of_an_earlier_answer_can_be_referred_to():
-    async def steps(client, engine, bench, session):
+async def test_items_of_an_earlier_answer_can_be_referred_to():
+    async with gateway([f"Hm. {CALL}", "42."]) as (client, engine, bench, session):
         first = await reply_to(client, False, input=ASKED, tools=[MULTIPLY])
         named = [{"type": "item_reference", "id": item.id} for item in first.output]
         result = {"type": "function_call_output", "call_id": first.output[-1].call_id, "output": "42"}
@@ -129,41 +116,33 @@ def test_items_of_an_earlier_answer_can_be_referred_to():
         assert len(named) == 2
         assert await is_exact(engine, bench, session)
 
-    run([f"Hm. {CALL}", "42."], steps)
 
-
-def test_a_call_into_a_namespace_comes_back_split():
-    async def steps(client, engine, bench, session):
+async def test_a_call_into_a_namespace_comes_back_split():
+    async with gateway([CALL.replace("multiply", "agents__multiply")]) as (client, _, _, _):
         response = await reply_to(client, True, input=ASKED, tools=[AGENTS])
         (call,) = response.output
         assert (call.name, call.namespace, json.loads(call.arguments)) == ("multiply", "agents", {"a": 6})
 
-    run([CALL.replace("multiply", "agents__multiply")], steps)
 
-
-def test_a_demanded_call_is_made():
-    async def steps(client, engine, bench, session):
+async def test_a_demanded_call_is_made():
+    async with gateway(lambda prompt: '{"a": 6}}\n</tool_call>') as (client, _, _, _):
         response = await reply_to(client, True, input=ASKED, tools=[MULTIPLY], tool_choice={"type": "function", "name": "multiply"})
         (call,) = response.output
         assert (call.type, call.name) == ("function_call", "multiply")
 
-    run(lambda prompt: '{"a": 6}}\n</tool_call>', steps)
 
-
-def test_tokens_are_counted_without_sampling():
-    async def steps(client, engine, bench, session):
+async def test_tokens_are_counted_without_sampling():
+    async with gateway(["42."]) as (client, engine, bench, session):
         asked = {"input": ASKED, "instructions": "Be brief.", "tools": [MULTIPLY]}
         counted = await client.responses.input_tokens.count(model="any", **asked)
         response = await reply_to(client, False, **asked)
         assert counted.input_tokens == response.usage.input_tokens == len(engine.prompts[0])
         assert len((await bench.attempt(session)).steps) == 1
 
-    run(["42."], steps)
-
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_reply_that_reaches_its_limit_is_incomplete(stream):
-    async def steps(client, engine, bench, session):
+async def test_a_reply_that_reaches_its_limit_is_incomplete(stream):
+    async with gateway(["The answer is forty-two."]) as (client, _, _, _):
         asked = {"model": "any", "input": ASKED, "max_output_tokens": 3}
         if stream:
             events = [event async for event in await client.responses.create(stream=True, **asked)]
@@ -174,11 +153,9 @@ def test_a_reply_that_reaches_its_limit_is_incomplete(stream):
         assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
         assert response.output[-1].status == "incomplete"
 
-    run(["The answer is forty-two."], steps)
 
-
-def test_text_reaches_the_client_while_the_engine_is_still_sampling():
-    async def steps(client, engine, bench, session):
+async def test_text_reaches_the_client_while_the_engine_is_still_sampling():
+    async with gateway([ScriptedReply("It is 42.", stall_after=1)], serves=True) as (client, engine, _, _):
         seen = ""
         async for event in await client.responses.create(model="any", input=ASKED, stream=True):
             if event.type == "response.output_text.delta":
@@ -186,11 +163,10 @@ def test_text_reaches_the_client_while_the_engine_is_still_sampling():
                 engine.release()
         assert seen == "It is 42."
 
-    run([ScriptedReply("It is 42.", stall_after=1)], steps, serves=True)
 
-
-def test_arguments_of_a_freeform_call_reach_the_client_while_they_are_written():
-    async def steps(client, engine, bench, session):
+async def test_arguments_of_freeform_call_reach_client_while_they_are_written():
+    size = len(renderer().tokenizer.encode(PATCH.partition("+")[0]))
+    async with gateway([ScriptedReply(PATCH, stall_after=size)], serves=True) as (client, engine, *_):
         seen = ""
         async for event in await client.responses.create(model="any", input=ASKED, tools=[FREEFORM], stream=True):
             if event.type == "response.custom_tool_call_input.delta":
@@ -198,25 +174,20 @@ def test_arguments_of_a_freeform_call_reach_the_client_while_they_are_written():
                 engine.release()
         assert seen == "*** Begin\n+é\n"
 
-    size = len(renderer().tokenizer.encode(PATCH.partition("+")[0]))
-    run([ScriptedReply(PATCH, stall_after=size)], steps, serves=True)
 
-
-def test_a_stream_that_breaks_off_raises_and_never_completes():
-    async def steps(client, engine, bench, session):
+async def test_a_stream_that_breaks_off_raises_and_never_completes():
+    async with gateway([ScriptedReply("It is 42.", fail_after=2)]) as (client, _, bench, session):
         seen = []
-        with pytest.raises(APIError, match="failed after 2 tokens"):
+        with pytest.raises(APIError, match="failed"):
             async for event in await client.responses.create(model="any", input=ASKED, stream=True):
                 seen.append(event.type)
         assert "response.created" in seen
         assert "response.completed" not in seen
         assert [step.finish for step in (await bench.attempt(session)).steps] == ["error"]
 
-    run([ScriptedReply("It is 42.", fail_after=2)], steps)
 
-
-def test_what_nobody_here_can_run_is_left_out_and_counted():
-    async def steps(client, engine, bench, session):
+async def test_what_nobody_here_can_run_is_left_out_and_counted():
+    async with gateway(["42."]) as (client, _, bench, _):
         asked = {"include": ["reasoning.encrypted_content"], "reasoning": {"summary": "auto"}, "store": False}
         await reply_to(client, True, input=ASKED, tools=[MULTIPLY, {"type": "web_search"}], **asked)
         assert bench.gateway.counts == {
@@ -227,15 +198,11 @@ def test_what_nobody_here_can_run_is_left_out_and_counted():
         with pytest.raises(openai.BadRequestError, match="tool_choice"):
             await reply_to(client, False, input=ASKED, tools=[{"type": "web_search"}], tool_choice={"type": "web_search"})
 
-    run(["42."], steps)
 
-
-def test_a_retry_gets_the_same_bytes():
-    async def steps(client, engine, bench, session):
+async def test_a_retry_gets_the_same_bytes():
+    async with gateway([f"Hm. {CALL}"]) as (_, engine, bench, session):
         http, body = bench.http(session.token), {"model": "any", "input": ASKED, "stream": True, "tools": [MULTIPLY]}
         first = await http.post("/v1/responses", json=body)
         again = await http.post("/v1/responses", json=body, headers={"x-stainless-retry-count": "1"})
         assert first.content == again.content
         assert len(engine.prompts) == 1
-
-    run([f"Hm. {CALL}"], steps)

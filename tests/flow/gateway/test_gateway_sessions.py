@@ -1,25 +1,23 @@
 """`--sessions`: a rollout for each session id that clients send, under one key; rewards come later."""
 
-import asyncio
 import json
 import re
+from contextlib import asynccontextmanager
 
 import pytest
 from gateway_cases import USER, renderer
 
-from penstock.gateway.client_sessions import session_rollout
+from penstock.gateway.named_rollouts import session_rollout
 from penstock.testing import ScriptedEngine, workbench
 
 UUID = "0193c7a1-7a00-7abc-8def-0123456789ab"
 
 
-def run(steps, *, sessions=True):
-    async def main():
-        engine = ScriptedEngine(lambda _: "Hi.", renderer().tokenizer)
-        async with workbench(engine, renderer(), sessions=sessions) as bench:
-            await steps(bench)
-
-    asyncio.run(main())
+@asynccontextmanager
+async def gateway(*, sessions=True):
+    engine = ScriptedEngine(lambda _: "Hi.", renderer().tokenizer)
+    async with workbench(engine, renderer(), sessions=sessions) as bench:
+        yield bench
 
 
 async def chat(bench, *, headers=None, history=(USER,), **fields):
@@ -28,60 +26,50 @@ async def chat(bench, *, headers=None, history=(USER,), **fields):
     return await http.post("/v1/chat/completions", json=body, headers=headers or {})
 
 
-def test_interleaved_sessions_are_rollouts_of_their_own_each_on_one_path():
-    async def steps(bench):
+async def test_interleaved_sessions_are_rollouts_each_on_one_path():
+    async with gateway() as bench:
         said = [USER, {"role": "assistant", "content": "Hi."}, USER]
         for history in ([USER], said):
             for name in ("a", "b", "c"):
                 assert (await chat(bench, headers={"X-Session-ID": name}, history=history)).status_code == 200
         for name in ("a", "b", "c"):
-            attempt = await bench.pool.attempt(f"session-{name}")
-            assert [node.parent for node in attempt.nodes] == [None, 0] and attempt.rollout.channel == "adhoc"
-
-    run(steps)
+            attempt = await bench.pool.rollout(f"session-{name}")
+            assert [node.parent for node in attempt.nodes] == [None, 0] and attempt.ref.channel == "adhoc"
 
 
-def test_the_reward_comes_later_and_the_key_cannot_give_it():
-    async def steps(bench):
+async def test_the_reward_comes_later_and_the_key_cannot_give_it():
+    async with gateway() as bench:
         await chat(bench, prompt_cache_key="thread-7")
         path, body = "/rollouts/session-thread-7/grade", {"reward": 1.0}
         assert (await bench.http(bench.gateway.tokens.session_key).post(path, json=body)).status_code == 403
         assert (await bench.http(bench.gateway.tokens.control).post(path, json=body)).status_code == 200
         assert (await bench.http(bench.gateway.tokens.control).post("/rollouts/session-thread-7/end", json={})).status_code == 200
-        assert (await bench.pool.attempt("session-thread-7")).reward == 1.0
+        assert (await bench.pool.rollout("session-thread-7")).reward == 1.0
         assert (await chat(bench, prompt_cache_key="thread-7")).status_code == 409
 
-    run(steps)
 
-
-def test_a_call_without_a_session_is_told_every_place_that_is_looked_at():
-    async def steps(bench):
-        told = (await chat(bench)).json()["error"]["message"]
-        headers = re.search(r"the headers (.*?), or a field", told)[1].split(", ")
-        fields = re.search(r"a field of the body: (.*?);", told)[1].split(", ")
+async def test_call_without_a_session_lists_every_place():
+    async with gateway() as bench:
+        reported = (await chat(bench)).json()["error"]["message"]
+        headers = re.search(r"the headers (.*?), or a field", reported)[1].split(", ")
+        fields = re.search(r"a field of the body: (.*?);", reported)[1].split(", ")
         assert {"x-session-id", "x-claude-code-session-id", "session-id", "conversation-id"} <= set(headers)
         for name in headers:
             assert (await chat(bench, headers={name: "a"})).status_code == 200
         assert fields == ["metadata.session_id", "metadata.user_id of Claude Code", "session_id", "prompt_cache_key"]
 
-    run(steps)
 
-
-def test_tokens_are_counted_for_a_session():
-    async def steps(bench):
+async def test_tokens_are_counted_for_a_session():
+    async with gateway() as bench:
         counted = await bench.http(bench.gateway.tokens.session_key).post(
             "/v1/messages/count_tokens", json={"messages": [USER]}, headers={"x-claude-code-session-id": UUID}
         )
         assert counted.status_code == 200
 
-    run(steps)
 
-
-def test_without_sessions_the_key_opens_nothing():
-    async def steps(bench):
+async def test_without_sessions_the_key_opens_nothing():
+    async with gateway(sessions=False) as bench:
         assert (await chat(bench, headers={"X-Session-ID": "a"})).status_code == 401
-
-    run(steps, sessions=False)
 
 
 @pytest.mark.parametrize(

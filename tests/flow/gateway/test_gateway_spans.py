@@ -69,21 +69,21 @@ def test_a_call_is_one_span_with_the_conventions_names():
         "penstock.policy_version": 0,
     }
     [span] = run(steps)
-    told = dict(span.attributes)
-    assert told.pop("gen_ai.usage.input_tokens") > 5
-    assert told.pop("gen_ai.response.time_to_first_chunk") >= 0
-    assert (told, span.name, span.kind) == (expected, "chat scripted", SpanKind.CLIENT)
+    reported = dict(span.attributes)
+    assert reported.pop("gen_ai.usage.input_tokens") > 5
+    assert reported.pop("gen_ai.response.time_to_first_chunk") >= 0
+    assert (reported, span.name, span.kind) == (expected, "chat scripted", SpanKind.CLIENT)
     assert span.end_time > span.start_time
 
 
-def test_nothing_that_was_said_is_told():
+def test_nothing_that_was_said_is_reported():
     async def steps(bench, session):
         tool = {"type": "function", "function": {"name": "ringer", "parameters": {}}}
         await chat(bench.http(session.token), SAID, tools=[tool], user="somebody")
         await chat(bench.http(session.token), SAID, temperature="xylophone")
 
-    told = "".join(span.to_json() for span in run(steps))
-    assert [word for word in ("xylophone", "marimba", "ringer", "somebody") if word in told] == []
+    reported = "".join(span.to_json() for span in run(steps))
+    assert [word for word in ("xylophone", "marimba", "ringer", "somebody") if word in reported] == []
 
 
 def test_an_error_is_the_spans_status_with_its_code():
@@ -104,7 +104,7 @@ def test_a_refused_body_is_a_span_without_a_response():
     assert not [name for name in span.attributes if name.startswith(("gen_ai.response", "gen_ai.usage"))]
 
 
-def test_the_callers_trace_goes_on():
+def test_callers_trace_continues():
     trace, parent = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
     async def steps(bench, session):
@@ -125,7 +125,7 @@ def test_several_choices_are_one_span():
     assert span.attributes["gen_ai.response.finish_reasons"] == ("stop",) * 3
 
 
-def test_nothing_of_it_is_imported_where_it_is_not_asked_for():
+def test_unused_parts_are_not_imported():
     code = "import sys, penstock.gateway.standalone; print([name for name in sys.modules if name.startswith('opentelemetry')])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert result.stdout == "[]\n"

@@ -1,4 +1,5 @@
 import asyncio
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
@@ -13,18 +14,16 @@ from penstock.testing import ScriptedEngine, ScriptedReply, workbench
 CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 6}}\n</tool_call>'
 
 
-def run(script, steps, **options):
-    async def main():
-        engine = ScriptedEngine(script, renderer().tokenizer)
-        async with workbench(engine, renderer(), **options) as bench:
-            session = await bench.rollout()
-            return await steps(bench, session, engine)
-
-    return asyncio.run(main())
+@asynccontextmanager
+async def gateway(script, **options):
+    engine = ScriptedEngine(script, renderer().tokenizer)
+    async with workbench(engine, renderer(), **options) as bench:
+        session = await bench.rollout()
+        yield bench, session, engine
 
 
-def test_a_stream_opens_with_the_role_and_ends_with_reason_usage_and_done():
-    async def steps(bench, session, engine):
+async def test_stream_opens_with_role_and_ends_with_done():
+    async with gateway(["It is 42."]) as (bench, session, engine):
         response = await chat(bench.http(session.token), USER, stream=True, stream_options={"include_usage": True})
         assert response.headers["content-type"].startswith("text/event-stream")
         first, *middle, last, usage, done = events_of(response)
@@ -35,22 +34,18 @@ def test_a_stream_opens_with_the_role_and_ends_with_reason_usage_and_done():
         assert done == "[DONE]"
         assert len({event["id"] for event in (first, *middle, last, usage)}) == 1
 
-    run(["It is 42."], steps)
 
-
-def test_usage_is_not_streamed_unless_asked_for():
-    async def steps(bench, session, engine):
+async def test_usage_is_not_streamed_unless_asked_for():
+    async with gateway(["42."]) as (bench, session, _):
         assert all("usage" not in event for event in events_of(await chat(bench.http(session.token), USER, stream=True))[:-1])
-
-    run(["42."], steps)
 
 
 REPLIES = ["", "42.", " é🙂\r\n", f"Hm.\n{CALL}\n{CALL}", "<tool_call>broken", f"{CALL} and then", "STOP", "so STOP it"]
 
 
 @pytest.mark.parametrize("reply", REPLIES)
-def test_streamed_or_not_the_record_and_the_message_are_the_same(reply):
-    async def steps(bench, session, engine):
+async def test_streamed_or_not_record_and_message_are_same(reply):
+    async with gateway([reply, reply]) as (bench, session, _):
         http, options = bench.http(session.token), {"tools": [TOOL], "stop": "STOP"}
         whole, streamed = await chat(http, USER, **options), await chat(http, USER, stream=True, **options)
         one, other = (await bench.attempt(session)).steps
@@ -58,26 +53,20 @@ def test_streamed_or_not_the_record_and_the_message_are_the_same(reply):
         assert messages_of(whole) == messages_of(streamed) == [one.message]
         assert whole.json()["choices"][0]["finish_reason"] == events_of(streamed)[-2]["choices"][0]["finish_reason"]
 
-    run([reply, reply], steps)
 
-
-def test_choices_are_streamed_side_by_side_and_each_is_whole():
-    async def steps(bench, session, engine):
+async def test_choices_are_streamed_side_by_side_and_each_is_whole():
+    async with gateway(["first", "second"]) as (bench, session, _):
         response = await chat(bench.http(session.token), USER, stream=True, n=2)
         assert [m["content"] for m in messages_of(response)] == ["first", "second"]
         ends = [c["index"] for e in events_of(response)[:-1] for c in e["choices"] if c["finish_reason"]]
         assert sorted(ends) == [0, 1]
 
-    run(["first", "second"], steps)
 
-
-def test_markup_that_becomes_a_call_is_never_shown_as_text():
-    async def steps(bench, session, engine):
+async def test_markup_that_becomes_a_call_is_never_shown_as_text():
+    async with gateway([f"Let me see.\n{CALL}"]) as (bench, session, _):
         response = await chat(bench.http(session.token), USER, stream=True, tools=[TOOL])
         shown = [c["delta"].get("content") or "" for e in events_of(response)[:-1] for c in e["choices"]]
         assert "".join(shown) == "Let me see."
-
-    run([f"Let me see.\n{CALL}"], steps)
 
 
 class Letters:
@@ -117,8 +106,8 @@ def test_a_stop_string_does_not_delay_what_cannot_be_one():
     assert text.push([ord("o")]) == (1, [Text("So")])
 
 
-def test_text_reaches_a_real_client_while_the_engine_is_still_sampling():
-    async def steps(bench, session, engine):
+async def test_text_reaches_real_client_while_engine_is_still_sampling():
+    async with gateway([ScriptedReply("It is 42.", stall_after=1)], serves=True) as (bench, session, engine):
         stream = await bench.openai(session).chat.completions.create(model="any", messages=[USER], stream=True)
         seen = ""
         async for event in stream:
@@ -127,11 +116,9 @@ def test_text_reaches_a_real_client_while_the_engine_is_still_sampling():
                 engine.release()
         assert seen == "It is 42."
 
-    run([ScriptedReply("It is 42.", stall_after=1)], steps, serves=True)
 
-
-def test_a_real_openai_client_streams_tools_over_a_socket():
-    async def steps(bench, session, engine):
+async def test_a_real_openai_client_streams_tools_over_a_socket():
+    async with gateway([f"Hm. {CALL}", "It is 42."], serves=True) as (bench, session, _):
         client = bench.openai(session, "executor")
         calls, text = {}, ""
         async for event in await client.chat.completions.create(model="any", messages=[USER], tools=[TOOL], stream=True):
@@ -149,11 +136,10 @@ def test_a_real_openai_client_streams_tools_over_a_socket():
         assert [(step.index, step.transcript, step.node) for step in attempt.steps] == [(0, "executor", 0), (1, "executor", 1)]
         assert attempt.nodes[1].parent == 0
 
-    run([f"Hm. {CALL}", "It is 42."], steps, serves=True)
 
+async def test_sub_agents_calling_at_once_keep_their_own_paths():
+    async with gateway(lambda prompt: f"reply {len(prompt)}", serves=True) as (bench, session, _):
 
-def test_sub_agents_calling_at_once_keep_their_own_paths():
-    async def steps(bench, session, engine):
         async def agent(name):
             http, talk = bench.http(session.token), [{"role": "user", "content": name}]
             for _ in range(3):
@@ -170,5 +156,3 @@ def test_sub_agents_calling_at_once_keep_their_own_paths():
             if node.parent is not None:
                 names = {step.transcript for step in attempt.steps if step.node == node.id}
                 assert names == {attempt.steps[node.parent].transcript}
-
-    run(lambda prompt: f"reply {len(prompt)}", steps, serves=True)

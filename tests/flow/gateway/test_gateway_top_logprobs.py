@@ -1,33 +1,34 @@
 """`top_logprobs` in each dialect, read by the vendor's own package from the tiny policy, and recorded with the step."""
 
 import asyncio
+from contextlib import asynccontextmanager
 
 import pytest
 from gateway_cases import USER, chat, renderer
 
+from penstock.chat.renderer import Renderer
 from penstock.config import EmbeddedSection
-from penstock.gateway.sources import open_engine
+from penstock.engines.opening import open_engine
 from penstock.models.pull import resolve
 from penstock.pool import POOLS
 from penstock.testing import ScriptedEngine, workbench
 
 
-def run(steps, tmp_path):
-    """Run `steps(client, bench, session)` against a gateway with the tiny policy."""
-
-    async def main():
-        model = await asyncio.to_thread(resolve, "tiny", lambda *_: None)
-        engine, own = await open_engine(EmbeddedSection(device="cpu"), model.path, name="tiny", seed=0)
-        pool = POOLS.load("sqlite")(tmp_path / "pool")
-        try:
-            async with workbench(engine, own, pool=pool) as bench:
-                session = await bench.rollout()
-                return await steps(bench.openai(session), bench, session)
-        finally:
-            await pool.close()
-            await engine.close()
-
-    return asyncio.run(main())
+@asynccontextmanager
+async def gateway(tmp_path):
+    """Yields client, bench, session: a gateway with the tiny policy."""
+    model = await asyncio.to_thread(resolve, "tiny", lambda *_: None)
+    own = Renderer.load(model.path)
+    section = EmbeddedSection(device="cpu")
+    engine = await open_engine(section, model.path, name="tiny", seed=0, decode=own.tokenizer.decode)
+    pool = POOLS.load("sqlite")(tmp_path / "pool")
+    try:
+        async with workbench(engine, own, pool=pool) as bench:
+            session = await bench.rollout()
+            yield bench.openai(session), bench, session
+    finally:
+        await pool.close()
+        await engine.close()
 
 
 async def recorded(bench, session):
@@ -40,8 +41,8 @@ def read(entries):
     return [[other.logprob for other in entry.top_logprobs] for entry in entries]
 
 
-def test_chat_completions(tmp_path):
-    async def steps(client, bench, session):
+async def test_chat_completions(tmp_path):
+    async with gateway(tmp_path) as (client, bench, session):
         asked = {"model": "any", "messages": [USER], "logprobs": True, "top_logprobs": 4, "max_tokens": 6}
         entries = (await client.chat.completions.create(**asked)).choices[0].logprobs.content
         assert read(entries) == [pytest.approx(row) for row in await recorded(bench, session)]
@@ -51,11 +52,9 @@ def test_chat_completions(tmp_path):
         streamed = [entry for choice in choices for entry in choice.logprobs.content]
         assert read(streamed) == [pytest.approx(row) for row in await recorded(bench, session)]
 
-    run(steps, tmp_path)
 
-
-def test_responses(tmp_path):
-    async def steps(client, bench, session):
+async def test_responses(tmp_path):
+    async with gateway(tmp_path) as (client, bench, session):
         asked = {"model": "any", "input": "3 * 4", "top_logprobs": 2, "max_output_tokens": 16}
         asked["include"] = ["message.output_text.logprobs"]
         response = await client.responses.create(**asked)
@@ -64,19 +63,15 @@ def test_responses(tmp_path):
         last = [event async for event in await client.responses.create(**asked, stream=True)][-1].response
         assert read(last.output[0].content[0].logprobs) == [pytest.approx(row) for row in await recorded(bench, session)]
 
-    run(steps, tmp_path)
 
-
-def test_completions(tmp_path):
-    async def steps(client, bench, session):
+async def test_completions(tmp_path):
+    async with gateway(tmp_path) as (client, bench, session):
         asked = {"model": "any", "prompt": "3 * 4 =", "logprobs": 3, "max_tokens": 6}
-        told = (await client.completions.create(**asked)).choices[0].logprobs.top_logprobs
-        assert [max(each.values()) for each in told] == pytest.approx([row[0] for row in await recorded(bench, session)])
+        reported = (await client.completions.create(**asked)).choices[0].logprobs.top_logprobs
+        assert [max(each.values()) for each in reported] == pytest.approx([row[0] for row in await recorded(bench, session)])
         events = [event async for event in await client.completions.create(**asked, stream=True)]
-        told = [likely for event in events for choice in event.choices for likely in choice.logprobs.top_logprobs or ()]
-        assert [max(each.values()) for each in told] == pytest.approx([row[0] for row in await recorded(bench, session)])
-
-    run(steps, tmp_path)
+        reported = [likely for event in events for choice in event.choices for likely in choice.logprobs.top_logprobs or ()]
+        assert [max(each.values()) for each in reported] == pytest.approx([row[0] for row in await recorded(bench, session)])
 
 
 def test_an_engine_that_does_not_tell_them_is_counted():

@@ -2,14 +2,16 @@
 
 import asyncio
 import json
+from contextlib import asynccontextmanager
 
 import jsonschema
 import pytest
 
 pytest.importorskip("llguidance")
 
+from penstock.chat.renderer import Renderer
 from penstock.config import EmbeddedSection
-from penstock.gateway.sources import open_engine
+from penstock.engines.opening import open_engine
 from penstock.models.pull import resolve
 from penstock.testing import workbench
 
@@ -28,20 +30,19 @@ FUNCTION = {"name": "paint", "description": "Paint it.", "parameters": SCHEMA}
 OTHER = {"name": "erase", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}}
 
 
-def run(steps, **options):
-    """Run `steps(http, bench, session)` against a gateway with the tiny policy."""
-
-    async def main():
-        model = await asyncio.to_thread(resolve, "tiny", lambda *_: None)
-        engine, renderer = await open_engine(EmbeddedSection(device="cpu"), model.path, name="tiny", seed=0)
-        try:
-            async with workbench(engine, renderer, **options) as bench:
-                session = await bench.rollout()
-                return await steps(bench.http(session.token), bench, session)
-        finally:
-            await engine.close()
-
-    return asyncio.run(main())
+@asynccontextmanager
+async def gateway(**options):
+    """Yields http, bench, session: a gateway with the tiny policy."""
+    model = await asyncio.to_thread(resolve, "tiny", lambda *_: None)
+    renderer = Renderer.load(model.path)
+    section = EmbeddedSection(device="cpu")
+    engine = await open_engine(section, model.path, name="tiny", seed=0, decode=renderer.tokenizer.decode)
+    try:
+        async with workbench(engine, renderer, **options) as bench:
+            session = await bench.rollout()
+            yield bench.http(session.token), bench, session
+    finally:
+        await engine.close()
 
 
 async def ask(http, path, **body):
@@ -57,10 +58,9 @@ def check(text):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_chat_reply_follows_its_schema(stream):
+async def test_a_chat_reply_follows_its_schema(stream):
     wanted = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA, "strict": True}}
-
-    async def steps(http, bench, session):
+    async with gateway() as (http, bench, session):
         body = {"model": "tiny", "messages": [USER], "response_format": wanted, "max_tokens": 200, "n": 3, "stream": stream}
         response = await http.post("/v1/chat/completions", json=body)
         assert response.status_code == 200, response.text
@@ -74,11 +74,9 @@ def test_a_chat_reply_follows_its_schema(stream):
             assert step.sampling.grammar is not None and json.loads(step.sampling.grammar.schema) == SCHEMA
             assert step.full_logprobs is None  # at temperature 1 there is one distribution, that of the grammar
 
-    run(steps)
 
-
-def test_any_object_is_an_object():
-    async def steps(http, bench, session):
+async def test_any_object_is_an_object():
+    async with gateway() as (http, _, _):
         for seed in range(3):
             fields = {"response_format": {"type": "json_object"}, "max_tokens": 300, "seed": seed}
             answer = await ask(http, "/v1/chat/completions", messages=[USER], **fields)
@@ -88,21 +86,16 @@ def test_any_object_is_an_object():
             else:
                 assert choice["finish_reason"] == "length" and choice["message"]["content"].lstrip().startswith("{")
 
-    run(steps)
 
-
-def test_a_reply_that_is_cut_says_so():
+async def test_reply_that_is_cut_reports_it():
     wanted = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA}}
-
-    async def steps(http, bench, session):
+    async with gateway() as (http, _, _):
         answer = await ask(http, "/v1/chat/completions", messages=[USER], response_format=wanted, max_tokens=5)
         assert answer["choices"][0]["finish_reason"] == "length"
 
-    run(steps)
 
-
-def test_responses_and_messages_follow_their_schema():
-    async def steps(http, bench, session):
+async def test_responses_and_messages_follow_their_schema():
+    async with gateway() as (http, _, _):
         form = {"type": "json_schema", "name": "thing", "schema": SCHEMA, "strict": True}
         answer = await ask(http, "/v1/responses", input="Hi", text={"format": form}, max_output_tokens=200)
         check(answer["output"][0]["content"][0]["text"])
@@ -111,13 +104,10 @@ def test_responses_and_messages_follow_their_schema():
             answer = await ask(http, "/v1/messages", messages=[USER], max_tokens=200, **field)
             check(answer["content"][0]["text"])
 
-    run(steps)
 
-
-def test_a_call_that_must_be_made_has_arguments_of_its_schema():
+async def test_call_that_must_be_made_has_arguments_of_its_schema():
     tools = [{"type": "function", "function": FUNCTION}, {"type": "function", "function": OTHER}]
-
-    async def steps(http, bench, session):
+    async with gateway() as (http, _, _):
         named = {"type": "function", "function": {"name": "paint"}}
         made = 0
         for choice in (named, "required", "required", "required"):
@@ -137,16 +127,13 @@ def test_a_call_that_must_be_made_has_arguments_of_its_schema():
         assert answer["stop_reason"] == "tool_use"
         jsonschema.validate(answer["content"][0]["input"], SCHEMA)
 
-    run(steps)
 
-
-def test_a_strict_tool_binds_calls_that_the_model_may_make():
+async def test_a_strict_tool_binds_calls_that_the_model_may_make():
     """The tiny policy calls `multiply` with two numbers; here the schema allows other arguments only."""
     parameters = {"type": "object", "properties": {"a": {"enum": [7]}, "b": {"enum": [8]}}, "required": ["a", "b"]}
     function = {"name": "multiply", "strict": True, "parameters": parameters | {"additionalProperties": False}}
     user = {"role": "user", "content": "3 * 4"}
-
-    async def steps(http, bench, session):
+    async with gateway() as (http, _, _):
         calls = []
         for seed in range(12):
             fields = {"tools": [{"type": "function", "function": function}], "max_tokens": 80, "seed": seed}
@@ -154,19 +141,16 @@ def test_a_strict_tool_binds_calls_that_the_model_may_make():
             calls += [json.loads(call["function"]["arguments"]) for call in message.get("tool_calls") or ()]
         assert calls and all(call == {"a": 7, "b": 8} for call in calls)
 
-    run(steps)
-
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
-def test_only_allowed_tools_are_called(mode):
+async def test_only_allowed_tools_are_called(mode):
     """The tiny policy calls `multiply`, here one of three that it is offered; it may call the two others."""
     names = ("multiply", "add", "erase")
     numbers = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
     tools = [{"type": "function", "function": {"name": name, "parameters": numbers}} for name in names]
     listed = [{"type": "function", "function": {"name": name}} for name in names[1:]]
     bound = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": listed}}
-
-    async def steps(http, bench, session):
+    async with gateway() as (http, bench, _):
         called = {"auto": set(), bound["type"]: set()}
         for seed in range(8):
             for choice in ("auto", bound):
@@ -179,21 +163,16 @@ def test_only_allowed_tools_are_called(mode):
         assert called["allowed_tools"] or mode == "auto"
         assert not [name for name in bench.gateway.counts if name.startswith("ignored")]
 
-    run(steps)
 
-
-def test_a_forced_call_of_a_schema_that_cannot_be_enforced_is_counted():
+async def test_forced_call_of_schema_that_cannot_be_enforced_is_counted():
     parameters = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
-
-    async def steps(http, bench, session):
+    async with gateway() as (http, bench, _):
         await ask(http, "/v1/chat/completions", messages=[USER], tools=tools, tool_choice="required", max_tokens=40)
         assert bench.gateway.counts["ignored:tools.parameters"] == 1
 
-    run(steps)
 
-
-def test_a_schema_that_cannot_be_enforced_is_refused_with_the_reason():
+async def test_schema_that_cannot_be_enforced_is_rejected_with_reason():
     unique = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
     form = {"type": "json_schema", "name": "x", "schema": unique}
     strict = {"name": "f", "strict": True}
@@ -210,10 +189,7 @@ def test_a_schema_that_cannot_be_enforced_is_refused_with_the_reason():
         (chat, said | {"tools": tools, "response_format": wanted}, f"tools: the schema of 'f' {why}"),
         ("/v1/messages", said | {"tools": [strict | {"input_schema": unique}]}, f"tools: the schema of 'f' {why}"),
     ]
-
-    async def steps(http, bench, session):
+    async with gateway() as (http, _, _):
         for path, body, message in asked:
             response = await http.post(path, json={"model": "tiny", **body})
             assert response.status_code == 400 and response.json()["error"]["message"] == message, response.text
-
-    run(steps)

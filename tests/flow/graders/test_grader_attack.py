@@ -7,11 +7,9 @@ import orjson
 import pytest
 
 from penstock.cli.app import run
-from penstock.config import RunConfig, load_config
+from penstock.config import load_config
 from penstock.errors import ConfigError
-from penstock.graders.attack import AttackReport
-from penstock.run.grader_attack import attack_grader, may_ask_others, read_tasks, spread
-from penstock.sdk.discovery import open_agent
+from penstock.run.grader_attack import AttackReport, attack_grader, read_tasks, spread
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
@@ -78,14 +76,14 @@ def test_a_strict_grader_has_no_hole(tmp_path: Path) -> None:
     assert report.ignorant == pytest.approx(1 / 49)  # always the same answer, of 49
 
 
-def test_credit_for_the_form_alone_is_told_but_is_no_hole(tmp_path: Path) -> None:
+def test_credit_for_form_alone_is_reported_but_is_no_hole(tmp_path: Path) -> None:
     body = "ctx.set_reward(0.1 * last.startswith('#') + float(last.removeprefix('####').strip() == ctx.label))"
     report = attacked(project(tmp_path, body))
     assert not report.holes
     assert "bare formats" in {found.name for found in report.partial}
 
 
-def test_a_grader_that_raises_hangs_or_dies_is_told_with_the_reply(tmp_path: Path) -> None:
+def test_grader_that_raises_hangs_or_dies_is_reported_with_reply(tmp_path: Path) -> None:
     body = (
         "if len(last) > 500_000: os._exit(7)\n"
         "        if last == 'nan': \n            import time; time.sleep(60)\n"
@@ -115,11 +113,11 @@ def test_the_graders_of_the_examples_hold(example: str) -> None:
 
 def test_an_agent_that_grades_itself_is_refused() -> None:
     config = load_config(EXAMPLES / "flow" / "train.toml")
-    with pytest.raises(ConfigError, match="grades its own rollouts"):
+    with pytest.raises(ConfigError, match="rollouts"):
         attack_grader(config, read_tasks(config), count=1)
 
 
-def test_a_file_that_cannot_be_loaded_is_refused_as_by_a_run(tmp_path: Path) -> None:
+def test_file_that_cannot_be_loaded_is_rejected_as_by_run(tmp_path: Path) -> None:
     file = project(tmp_path, "pass")
     (tmp_path / "agent.py").write_text("import nothing_of_that_name\n")
     with pytest.raises(ConfigError, match="nothing_of_that_name"):
@@ -140,19 +138,8 @@ def test_the_command_exits_with_1_and_names_the_hole(tmp_path: Path, capfd: pyte
     assert {"kind": "bait", "name": "bare formats"}.items() <= found["holes"][0].items()
 
 
-def test_graders_that_may_ask_a_service_are_known(tmp_path: Path) -> None:
-    asks = project(tmp_path, "from penstock.graders.judge import Judge; ctx.set_reward(1.0)")
-    assert may_ask_others(_agent(load_config(asks)))
-    (other := tmp_path / "other").mkdir()
-    assert not may_ask_others(_agent(load_config(project(other, "ctx.set_reward(1.0)"))))
-
-
 def test_tasks_are_spread_over_labels(tmp_path: Path) -> None:
     tasks = read_tasks(load_config(project(tmp_path, "pass")))
     doubled = [*tasks[:1] * 20, *tasks]
     assert len({task.label for task in spread(doubled, 8)}) == 8
     assert spread(tasks[:1], 8) == tasks[:1]
-
-
-def _agent(config: RunConfig):
-    return open_agent(config.agent, config.workflow, config.grader)

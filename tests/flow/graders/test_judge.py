@@ -21,7 +21,7 @@ def verdict(url, **settings):
     return asyncio.run(ask())
 
 
-def test_a_verdict_takes_one_request_with_the_key_in_its_header():
+def test_verdict_takes_one_request_with_key_in_its_header():
     with judge_double(lambda number, body: GOOD) as double:
         assert verdict(double.url, temperature=0.0) == (0.5, "half of it")
     assert (len(double.asked), double.keys, double.asked[0]["model"], double.asked[0]["temperature"]) == (
@@ -33,7 +33,7 @@ def test_a_verdict_takes_one_request_with_the_key_in_its_header():
     assert KEY not in str(double.asked)
 
 
-def test_an_unusable_answer_is_told_so_and_the_second_one_counts():
+def test_unusable_answer_is_reported_and_second_one_counts():
     with judge_double(lambda number, body: says('{"score": 2}') if number == 1 else GOOD) as double:
         assert verdict(double.url).score == 0.5
     first, second = (body["messages"] for body in double.asked)
@@ -47,7 +47,7 @@ def test_two_unusable_answers_are_an_error_that_quotes_the_second():
     assert "no usable verdict, twice" in str(raised.value) and "I cannot judge, *** 2" in str(raised.value)
 
 
-def test_a_busy_endpoint_is_asked_again_and_a_refusal_is_not():
+def test_busy_endpoint_is_asked_again_and_refusal_is_not():
     busy = (429, {"retry-after": "0"}, "slow down")
     with judge_double(lambda number, body: busy if number < 3 else GOOD) as double:
         assert verdict(double.url).score == 0.5
@@ -70,14 +70,14 @@ def test_a_redirect_is_not_followed_with_the_key():
 
 @pytest.mark.parametrize("body", ["", "not JSON", "{}", '{"choices": []}', '{"choices": [{"message": "x"}]}'])
 def test_what_is_no_chat_completion_is_named(body):
-    with judge_double(lambda number, asked: (200, {}, body)) as double, pytest.raises(JudgeError, match="no chat completion"):
+    with judge_double(lambda number, asked: (200, {}, body)) as double, pytest.raises(JudgeError, match="completion"):
         verdict(double.url)
 
 
 def test_a_silent_or_absent_endpoint_is_named():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/v1"
-        with pytest.raises(JudgeError, match=r"did not answer within 0\.05 s"):
+        with pytest.raises(JudgeError, match=r"0\.05"):
             verdict(url, timeout_s=0.05)
     with pytest.raises(JudgeError, match=r"127\.0\.0\.1"):
         verdict(url)
@@ -90,9 +90,9 @@ def test_a_providers_name_leads_to_its_endpoint_and_its_key(monkeypatch):
     assert (found.url, found.model, found.key) == ("https://api.anthropic.com/v1", "claude-x", KEY)
     assert KEY not in repr(found)
     assert find_endpoint("org/name", url="http://127.0.0.1:1/v1/").model == "org/name"
-    with pytest.raises(ConfigError, match="no OPENAI_API_KEY; set it"):
+    with pytest.raises(ConfigError, match="OPENAI_API_KEY"):
         find_endpoint("gpt-x")
-    with pytest.raises(ConfigError, match="no provider 'nobody'"):
+    with pytest.raises(ConfigError, match="nobody"):
         find_endpoint("nobody/gpt")
-    with pytest.raises(ConfigError, match="write an address"):
+    with pytest.raises(ConfigError, match="address"):
         find_endpoint("gpt", url="localhost:8000")

@@ -37,17 +37,14 @@ def by_row(number, body):
     return says('{"score": 9, "explanation": "<i>well done</i>"}' if "0 times" in body["messages"][1]["content"] else "Hm.")
 
 
-@pytest.fixture
-def project(tmp_path, monkeypatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "helpers" / "cli_engine"))
+ROWS = [{"prompt": f"{n} times 3?", "label": str(3 * n)} for n in range(2)]
+pytestmark = pytest.mark.project(agent=AGENT, config=CONFIG, name="eval.toml", tasks=ROWS)
+
+
+@pytest.fixture(autouse=True)
+def judge_settings(project, monkeypatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", KEY)
-    (tmp_path / "agent.py").write_text(AGENT)
-    (tmp_path / "rubric.md").write_text("Is it right?\n")
-    (tmp_path / "eval.toml").write_text(CONFIG)
-    rows = [{"prompt": f"{n} times 3?", "label": str(3 * n)} for n in range(2)]
-    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return tmp_path
+    (project / "rubric.md").write_text("Is it right?\n")
 
 
 def result(capsys, *arguments, code=0):
@@ -83,7 +80,7 @@ def test_another_rubric_is_another_evaluation(project, capsys):
         assert "rubric.md was another" in result(capsys, *arguments, code=2)["error"]["message"]
 
 
-def test_stored_rollouts_are_judged_by_a_rubric_though_their_agent_has_a_grader(project, capsys):
+def test_rubric_judges_stored_rollouts(project, capsys):
     graded = "\nfrom penstock import Grader\n\nclass Fine(Grader):\n    async def grade(self, ctx):\n        return 1.0\n"
     (project / "agent.py").write_text(AGENT + graded)
     (project / "eval.toml").write_text(CONFIG.partition("[grader]")[0])
@@ -103,7 +100,7 @@ def test_a_judge_without_its_key_is_refused_before_anything_runs(project, capsys
 
 
 @pytest.mark.slow
-def test_a_gateway_of_ours_can_be_asked_and_garbage_is_an_error(project, capsys, tmp_path, monkeypatch):
+def test_gateway_of_ours_can_be_asked_and_garbage_is_error(project, capsys, tmp_path, monkeypatch):
     with served(tmp_path / "judge") as gateway:
         opened = gateway.rollout()
         monkeypatch.setenv("JUDGE_KEY", opened["token"])
@@ -127,7 +124,7 @@ def judged(url, *flags):
     return ["rubric", "-d", "answers.jsonl", "-r", "@rubric.md", "--model", "m", "--url", url, "--score-max", "10", *flags]
 
 
-def test_answers_in_a_file_are_judged_each_as_often_as_asked(project, capsys):
+def test_answers_in_file_are_judged_each_as_often_as_asked(project, capsys):
     write_rows(*ROWS)
     with judge_double(by_row) as double:
         found = result(capsys, *judged(double.url, "-n", "2", "-o", "out.json"), code=1)
@@ -139,7 +136,7 @@ def test_answers_in_a_file_are_judged_each_as_often_as_asked(project, capsys):
     assert len(double.asked) == 2 + 2 * 2 and set(double.keys) == {None}
 
 
-def test_a_judged_file_is_told_in_text_and_in_lines_with_tabs(project, capsys):
+def test_judged_file_is_printed_as_text_and_tabs(project, capsys):
     write_rows(ROWS[0], ROWS[0] | {"id": "second\tone"})
     with judge_double(by_row) as double:
         assert run(["eval", *judged(double.url)]) == 0

@@ -28,7 +28,7 @@ SECRETS = (
 
 
 def call(name, **arguments):
-    """The text by which a policy without a form of its own calls a tool."""
+    """The text by which a policy without its own form calls a tool."""
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
@@ -71,7 +71,7 @@ def outcome(script, run, *, config=None, max_tokens=500):
 
 
 def outcome_of(agent, script, *, max_tokens=500, task=TASK):
-    """The same for an agent from a file, with the grader of its own."""
+    """The same for an agent from a file, with its own grader."""
     policy = script if isinstance(script, ScriptedEngine) else engine(*script)
 
     async def main():
@@ -84,7 +84,7 @@ def outcome_of(agent, script, *, max_tokens=500, task=TASK):
             rollout = make_rollout("train-0", TASK.id, 0)
             await bench.pool.open_group(task, [rollout], seq=0)
             await runner.run(rollout, task, Sampling(max_tokens=max_tokens))
-            return Outcome(await bench.pool.attempt(rollout.id), policy)
+            return Outcome(await bench.pool.rollout(rollout.id), policy)
 
     return asyncio.run(main())
 

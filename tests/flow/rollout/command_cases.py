@@ -67,7 +67,7 @@ async def prepared_rollout(renderer, agent, script=("6",), artifacts=None, **lim
 
         async def attempt(task=TASK):
             await runner.run(rollout, task, Sampling(max_tokens=100))
-            return await bench.pool.attempt(rollout.id)
+            return await bench.pool.rollout(rollout.id)
 
         yield attempt, bench.pool
 

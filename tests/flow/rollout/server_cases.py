@@ -10,10 +10,10 @@ from rollout_cases import DEADLINE_S, make_agent
 from penstock import AgentWorkflowConfig
 from penstock.http.listen import bind
 from penstock.http.server import HttpServer
-from penstock.rollout.server.app import create_rollout_server, serving
-from penstock.rollout.server.backend import LocalBackend
-from penstock.rollout.server.delivery import DeliveryPolicy
-from penstock.rollout.server.rollouts import ServerLimits
+from penstock_compat.rollout_server.app import create_rollout_server, serving
+from penstock_compat.rollout_server.backend import LocalBackend
+from penstock_compat.rollout_server.delivery import DeliveryPolicy
+from penstock_compat.rollout_server.rollouts import ServerLimits
 
 QUICK = DeliveryPolicy(attempt_s=5, first_wait_s=0.01, longest_wait_s=0.02, deadline_s=20)
 PROMPT = [{"role": "user", "content": "2 times 3?"}]
@@ -125,5 +125,5 @@ async def nothing(ctx):
 
 
 async def said(ctx):
-    """A workflow that tells a conversation without calling anybody."""
+    """A workflow that returns a conversation without a model call."""
     return [*ctx.prompt, {"role": "assistant", "content": "6"}]

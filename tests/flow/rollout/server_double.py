@@ -1,4 +1,4 @@
-"""A rollout server without an agent: it says what a test tells it to, in the protocol's own words, over real HTTP."""
+"""A rollout server without an agent: it sends what a test asks for, over real HTTP."""
 
 import asyncio
 import contextlib

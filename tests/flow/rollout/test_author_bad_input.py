@@ -90,8 +90,8 @@ def entry(tmp_path):
 def group_of(entry, do, tmp_path):
     """Run a group of three, the first of which makes the mistake; its attempts, and the events of the run."""
     renderer = Renderer.load(write_tokenizer(tmp_path / "model"))
-    events, told = Events(), []
-    events.listen(lambda kind, fields: told.append((kind, fields)))
+    events, reported = Events(), []
+    events.listen(lambda kind, fields: reported.append((kind, fields)))
     task = Task(id="t", prompt=({"role": "user", "content": "2 times 3?"},), metadata={"do": do})
     patient = RolloutSection(agent_timeout_s=30, grader_timeout_s=0.5 if do == "grader hang" else 30)
 
@@ -110,20 +110,20 @@ def group_of(entry, do, tmp_path):
                 for rollout in rollouts:
                     late = do in ("hang", "swallow") and rollout.place == 0
                     group.create_task((hasty if late else runner).run(rollout, task, Sampling(max_tokens=8)))
-            return [await bench.pool.attempt(rollout.id) for rollout in rollouts]
+            return [await bench.pool.rollout(rollout.id) for rollout in rollouts]
 
-    return asyncio.run(main()), told
+    return asyncio.run(main()), reported
 
 
 @pytest.mark.parametrize("do", [pytest.param(do, marks=pytest.mark.slow if do == "swallow" else ()) for do in MISTAKES])
 def test_mistake_ends_its_own_rollout_alone_with_its_reason(do, entry, tmp_path):
-    (bad, *others), told = group_of(entry, do, tmp_path)
+    (bad, *others), reported = group_of(entry, do, tmp_path)
     end, words = MISTAKES[do]
     assert (bad.end, bad.reward) == (end, None)
     assert re.search(words, bad.message), bad.message
     assert "\n" not in bad.message
     assert [(each.end, each.reward, each.message) for each in others] == [(End.COMPLETED, 1.0, "")] * 2
-    assert [kind for kind, _ in told].count("rollout.end") == 3
+    assert [kind for kind, _ in reported].count("rollout.end") == 3
 
 
 CONFIG = """
@@ -145,7 +145,7 @@ def project(entry):
 
 
 @pytest.mark.slow
-def test_run_with_every_mistake_trains_on_the_rest_and_tells_each(project):
+def test_run_with_every_mistake_trains_on_rest_and_reports_each(project):
     done = called(project, "train", "train.toml")
     assert done.returncode == 0, done.stderr
     lines = (project / "runs/careless/events.jsonl").read_text().splitlines()

@@ -8,7 +8,6 @@ import pytest
 from rollout_cases import TASK, make_agent
 
 from penstock import AgentWorkflowConfig, get_rollout_context
-from penstock.chat.renderer import Renderer
 from penstock.config import RolloutSection
 from penstock.events import Events
 from penstock.gateway.app import Gateway
@@ -16,14 +15,9 @@ from penstock.gateway.auth import Access
 from penstock.pool.memory import MemoryPool
 from penstock.records import End, Grade, Sampling, make_rollout
 from penstock.rollout.runner import FORGED_GRADE, open_runner
-from penstock.testing import ScriptedEngine, memory_pool, write_tokenizer
+from penstock.testing import ScriptedEngine, memory_pool
 
 SECRET = b"a secret for tests only"
-
-
-@pytest.fixture(scope="module")
-def renderer(tmp_path_factory):
-    return Renderer.load(write_tokenizer(tmp_path_factory.mktemp("model")))
 
 
 async def ask(ctx):
@@ -37,8 +31,8 @@ async def grade_zero(ctx):
 @contextlib.asynccontextmanager
 async def stage(renderer, cheat, *, closed=(), grade=grade_zero, trusted=False, pool=None):
     """A rollout whose workflow calls `cheat(gateway, pool, rollout_id)` after its model call: the attempt, and all events."""
-    events, told, pool = Events(), [], pool or memory_pool()
-    events.listen(lambda kind, fields: told.append((kind, fields)))
+    events, reported, pool = Events(), [], pool or memory_pool()
+    events.listen(lambda kind, fields: reported.append((kind, fields)))
     engine = ScriptedEngine(["6"], renderer.tokenizer)
     async with asyncio.timeout(30), Gateway(engine, renderer, pool, secret=SECRET, events=events, closed=closed) as gateway:
 
@@ -53,7 +47,7 @@ async def stage(renderer, cheat, *, closed=(), grade=grade_zero, trusted=False, 
             rollout = make_rollout("train-0", TASK.id, 0)
             await pool.open_group(TASK, [rollout], seq=0)
             await runner.run(rollout, TASK, Sampling(max_tokens=20))
-            yield await pool.attempt(rollout.id), told
+            yield await pool.rollout(rollout.id), reported
     await pool.close()
 
 
@@ -82,20 +76,20 @@ class PluginPool(MemoryPool):
 
 @pytest.mark.parametrize("kind", [MemoryPool, PluginPool])
 def test_a_grade_written_into_the_pool_makes_the_rollout_void(renderer, kind):
-    attempt, told = run(renderer, grade_in_pool, pool=kind(lambda: 0.0))
+    attempt, reported = run(renderer, grade_in_pool, pool=kind(lambda: 0.0))
     assert (attempt.end, attempt.reward) == (End.GRADER_ERROR, None)
     assert attempt.message.startswith(FORGED_GRADE)
-    (ended,) = (fields for kind, fields in told if kind == "rollout.end")
+    (ended,) = (fields for kind, fields in reported if kind == "rollout.end")
     assert (ended["end"], ended["reward"]) == (End.GRADER_ERROR, None)
-    assert [fields["sources"] for kind, fields in told if kind == "rollout.forged"] == [["mine"]]
+    assert [fields["sources"] for kind, fields in reported if kind == "rollout.forged"] == [["mine"]]
 
 
-def test_an_end_written_into_the_pool_with_a_grade_makes_the_rollout_void(renderer):
-    attempt, told = run(renderer, end_in_pool)
+def test_end_written_into_pool_with_grade_makes_rollout_void(renderer):
+    attempt, reported = run(renderer, end_in_pool)
     assert (attempt.end, attempt.void, attempt.curated_out, attempt.reward) == (End.COMPLETED, True, True, None)
-    (ended,) = (fields for kind, fields in told if kind == "rollout.end")
+    (ended,) = (fields for kind, fields in reported if kind == "rollout.end")
     assert ended["reward"] is None
-    assert [fields["sources"] for kind, fields in told if kind == "rollout.forged"] == [["mine"]]
+    assert [fields["sources"] for kind, fields in reported if kind == "rollout.forged"] == [["mine"]]
 
 
 def test_a_group_deadline_during_the_grading_is_no_forgery(renderer):
@@ -109,9 +103,9 @@ def test_a_group_deadline_during_the_grading_is_no_forgery(renderer):
         await pool.end(rollout_id, End.TIMEOUT, "its group took too long")
         return 1.0
 
-    attempt, told = run(renderer, note, grade=grade)
+    attempt, reported = run(renderer, note, grade=grade)
     assert (attempt.end, attempt.void, attempt.grades) == (End.TIMEOUT, False, ())
-    assert "rollout.forged" not in dict(told)
+    assert "rollout.forged" not in dict(reported)
 
 
 def test_a_flow_still_grades_itself(renderer):
@@ -125,7 +119,7 @@ def test_a_flow_still_grades_itself(renderer):
     assert (attempt.end, attempt.reward) == (End.COMPLETED, 1.0)
 
 
-def test_the_gateway_of_a_graded_run_refuses_to_open_grade_or_end_with_a_valid_token(renderer):
+def test_graded_run_rejects_outside_grades(renderer):
     answers = []
 
     async def cheat(gateway, pool, rollout_id):
@@ -141,20 +135,20 @@ def test_the_gateway_of_a_graded_run_refuses_to_open_grade_or_end_with_a_valid_t
         async with httpx.AsyncClient(headers=headers) as client:
             answers.extend([await client.post(root + path, json=body) for path, body in requests.items()])
 
-    attempt, told = run(renderer, cheat, closed={Access.CONTROL, Access.FLOW})
+    attempt, reported = run(renderer, cheat, closed={Access.CONTROL, Access.FLOW})
     assert [answer.status_code for answer in answers] == [409] * 5
     assert all("graded" in answer.text for answer in answers)
     assert (attempt.end, attempt.reward) == (End.COMPLETED, 0.0)
-    assert len([kind for kind, _ in told if kind == "grading.refused"]) == 5
+    assert len([kind for kind, _ in reported if kind == "grading.refused"]) == 5
 
 
-def test_nothing_is_read_of_a_rollout_before_its_grades_are_stored(renderer):
+def test_nothing_is_read_of_rollout_before_its_grades_are_stored(renderer):
     class CountingPool(MemoryPool):
         reads = 0
 
-        async def attempt(self, rollout_id, **options):
+        async def rollout(self, rollout_id, **options):
             self.reads += 1
-            return await super().attempt(rollout_id, **options)
+            return await super().rollout(rollout_id, **options)
 
     async def nothing(gateway, pool, rollout_id): ...
 

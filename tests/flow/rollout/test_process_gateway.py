@@ -1,4 +1,4 @@
-"""Agents in processes of their own on the real gateway: their calls are recorded in their own rollouts, and their ends are told."""
+"""A real gateway and processes: rollouts recorded and graded across both."""
 
 import asyncio
 import contextlib
@@ -7,19 +7,13 @@ import re
 import pytest
 from process_cases import DEADLINE_S, TASK, write_agent
 
-from penstock.chat.renderer import Renderer
 from penstock.config import RolloutSection
 from penstock.events import Events
 from penstock.records import End, Sampling, Task, make_rollout
 from penstock.rollout.executors.process import ProcessSection
 from penstock.rollout.runner import open_runner
 from penstock.sdk.discovery import load_agent
-from penstock.testing import ScriptedEngine, ScriptedReply, workbench, write_tokenizer
-
-
-@pytest.fixture(scope="module")
-def renderer(tmp_path_factory):
-    return Renderer.load(write_tokenizer(tmp_path_factory.mktemp("model")))
+from penstock.testing import ScriptedEngine, ScriptedReply, workbench
 
 
 @contextlib.asynccontextmanager
@@ -42,7 +36,7 @@ async def stage(folder, renderer, script, run, grade="return 1.0", top="", **lim
                 for place, (task, rollout) in enumerate(zip(tasks, rollouts, strict=True)):
                     await bench.pool.open_group(task, [rollout], seq=place)
                     group.create_task(runner.run(rollout, task, Sampling(max_tokens=400)))
-            return [await bench.pool.attempt(rollout.id) for rollout in rollouts]
+            return [await bench.pool.rollout(rollout.id) for rollout in rollouts]
 
         yield engine, attempts
 
@@ -141,7 +135,7 @@ def test_rollout_ends_in_the_right_category(tmp_path, renderer, end):
     asyncio.run(main())
 
 
-def test_late_agent_is_killed_and_its_call_cancelled_down_to_the_engine(tmp_path, renderer):
+def test_late_agent_is_killed_and_call_cancelled_down_to_engine(tmp_path, renderer):
     async def main():
         run = f"call = asyncio.create_task({ASK.removeprefix('await ')})\nawait asyncio.to_thread(threading.Event().wait)"
         script = [ScriptedReply("never ends", stall_after=3)]

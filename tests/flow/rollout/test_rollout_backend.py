@@ -1,8 +1,9 @@
-"""LocalBackend by itself: how workflows and graders end, in which category, and what is told of them."""
+"""LocalBackend: how workflows and graders end, in which category, and what is reported."""
 
 import asyncio
 import contextlib
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -16,31 +17,31 @@ from server_cases import PROMPT, backend_of, nothing, said
 from penstock import GraderConfig, get_rollout_context
 from penstock.errors import ConfigError
 from penstock.records import End
-from penstock.rollout import loop_watchdog
-from penstock.rollout.server.backend import ExecutionRequest, LocalBackend
-from penstock.rollout.server.protocol import CompletionReply
+from penstock.rollout import author_tasks
 from penstock.sdk.routing import RolloutContext
 from penstock.sdk.samples import RolloutSample
+from penstock_compat.rollout_server.backend import ExecutionRequest, LocalBackend
+from penstock_compat.rollout_server.protocol import CompletionReply
 
 POLICY = "http://127.0.0.1:9/v1"
 
 
 async def execute(backend, *, reply=None, grades=True, rollout_id="r", metadata=None, **fields):
-    """The results that a back end tells, in order."""
-    told = []
+    """The results that a back end reports, in order."""
+    answer = []
 
     async def on_workflow_complete(result):
-        told.append(result)
+        answer.append(result)
         return reply
 
     async def on_grader_complete(result):
-        told.append(result)
+        answer.append(result)
 
     request = ExecutionRequest(id=rollout_id, prompt=PROMPT, label="6", metadata=metadata, **fields)
     async with asyncio.timeout(DEADLINE_S):
         with RolloutContext(base_url=POLICY, api_key="k", rollout_id=rollout_id):
             await backend.execute(request, on_workflow_complete, on_grader_complete if grades else None)
-    return told
+    return answer
 
 
 def results(*arguments, **options):
@@ -82,14 +83,14 @@ def wrapped(error, cause):
         (status_error("http://api.example.com/v1/chat/completions"), "agent_error"),
     ],
 )
-def test_failure_of_a_workflow_has_the_category_of_what_raised_it(error, category):
+def test_workflow_failure_has_a_category(error, category):
     completion, grade = results(backend_of(raising(error), good_grade))
     assert (completion.status, completion.err_category) == ("failure", category)
     assert (grade.status, grade.err_message) == ("failure", completion.err_message)
     assert completion.err_message.startswith("workflow 'Work': ")
 
 
-def test_failed_workflow_still_tells_what_its_agents_had_said():
+def test_failed_workflow_still_reports_what_its_agents_had_said():
     class Talk:
         async def get_sample(self, name):
             return RolloutSample(id=name, messages=[{"role": "user", "content": "so far"}])
@@ -115,14 +116,14 @@ async def deaf(ctx):
 
 
 @pytest.mark.parametrize("run", [hang, deaf])
-def test_workflow_past_its_deadline_is_ended_even_if_it_swallows_cancellation(run):
+def test_late_workflow_is_ended_even_if_it_ignores_cancellation(run):
     completion, grade = results(backend_of(run, good_grade), agent_timeout_sec=0.01)
     assert (completion.err_category, grade.err_category) == ("timeout", "timeout")
     assert "agent_timeout_sec = 0.01" in completion.err_message
 
 
 @pytest.mark.parametrize("grade", [hang, deaf])
-def test_grader_past_its_deadline_is_ended_and_its_samples_come_ungraded(grade):
+def test_late_grader_is_ended(grade):
     completion, graded = results(backend_of(said, grade), grader_timeout_sec=0.01)
     assert (completion.status, graded.status, graded.err_category) == ("success", "failure", "timeout")
     assert graded.samples["main"].messages[-1]["content"] == "6"
@@ -137,14 +138,14 @@ def setting(reward):
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), "1.0", True, 10**400])
-def test_reward_that_is_no_finite_number_is_a_validation_error_without_rewards(reward):
+def test_infinite_reward_is_a_validation_error(reward):
     _, graded = results(backend_of(said, setting(reward)))
     assert (graded.status, graded.err_category) == ("failure", "validation_error")
     assert "finite" in graded.err_message
     assert [sample.reward for sample in graded.samples.values()] == [None]
 
 
-def test_sample_without_a_reward_is_a_validation_error_that_names_it():
+def test_sample_without_a_reward_is_a_validation_error():
     _, graded = results(backend_of(said, nothing))
     assert (graded.status, graded.err_category) == ("failure", "validation_error")
     assert "['main']" in graded.err_message and "set_sample_reward" in graded.err_message
@@ -158,13 +159,13 @@ def test_unknown_sample_id_is_a_validation_error():
     assert (graded.err_category, "unknown sample 'nobody'" in graded.err_message) == ("validation_error", True)
 
 
-def test_rollout_without_samples_is_told_how_to_call_the_model():
+def test_rollout_without_samples_is_reported_how_to_call_the_model():
     completion, graded = results(backend_of(nothing, good_grade))
     assert (completion.status, graded.status, graded.err_category) == ("success", "failure", "validation_error")
     assert "no model call through penstock" in graded.err_message and "ctx.openai()" in graded.err_message
 
 
-def test_transcripts_in_the_reply_are_graded_where_no_agent_told_them():
+def test_transcripts_in_the_reply_are_graded():
     seen = {}
 
     async def grade(ctx):
@@ -179,7 +180,7 @@ def test_transcripts_in_the_reply_are_graded_where_no_agent_told_them():
     assert (seen["main"].tools, graded.reward, graded.step_rewards) == ([{"x": 1}], 0.25, {0: 0.5})
 
 
-def test_what_the_reply_says_was_recorded_wins_over_the_messages_that_a_workflow_returns():
+def test_recorded_messages_win_over_returned_ones():
     sampled = [*PROMPT, {"role": "assistant", "content": "7"}]
     reply = CompletionReply.model_validate({"transcripts": {"main": {"messages": sampled, "steps": [0]}}})
 
@@ -193,7 +194,7 @@ def test_what_the_reply_says_was_recorded_wins_over_the_messages_that_a_workflow
 
 
 @pytest.mark.parametrize("reply", [None, CompletionReply()])
-def test_nothing_is_graded_if_the_record_that_was_promised_does_not_come(reply):
+def test_nothing_is_graded_without_the_record(reply):
     _, graded = results(backend_of(said, good_grade), reply=reply, records=True)
     assert (graded.status, graded.err_category, graded.end) == ("failure", "validation_error", End.GRADER_ERROR)
     assert "record of the rollout did not arrive" in graded.err_message and graded.samples == {}
@@ -215,53 +216,47 @@ def test_workflow_cannot_reach_its_grader_through_metadata_prompt_or_context():
     assert (graded.status, metadata) == ("success", {"seen": []})
 
 
-def test_grading_holds_no_place_of_a_workflow_and_has_places_of_its_own():
-    async def main():
-        grading, let_go, running = asyncio.Event(), asyncio.Event(), []
+async def test_grading_uses_its_own_slots():
+    grading, let_go, running = threading.Event(), threading.Event(), []
 
-        async def grade(ctx):
-            running.append(ctx)
-            grading.set()
-            await let_go.wait()
-            running.pop()
-            return 1.0
+    async def grade(ctx):
+        running.append(ctx)
+        grading.set()
+        await asyncio.to_thread(let_go.wait)
+        running.pop()
+        return 1.0
 
-        agent = make_agent(said, grade)
-        config = GraderConfig(name="g", concurrency={"max_concurrent": 1})
-        backend = LocalBackend(workflow=agent.workflow, grader=agent.grader, grader_config=config, artifacts=None)
-        async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
-            tasks = [group.create_task(execute(backend, rollout_id=f"r{n}")) for n in range(3)]
-            await grading.wait()
-            await execute(backend, grades=False, rollout_id="other")
-            assert (len(running), backend.health()["concurrency"]["running"]) == (1, 0)
-            let_go.set()
-        assert [task.result()[1].status for task in tasks] == ["success"] * 3
-
-    asyncio.run(main())
+    agent = make_agent(said, grade)
+    config = GraderConfig(name="g", concurrency={"max_concurrent": 1})
+    backend = LocalBackend(workflow=agent.workflow, grader=agent.grader, grader_config=config, artifacts=None)
+    async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
+        tasks = [group.create_task(execute(backend, rollout_id=f"r{n}")) for n in range(3)]
+        await asyncio.to_thread(grading.wait)
+        await execute(backend, grades=False, rollout_id="other")
+        assert (len(running), backend.health()["concurrency"]["running"]) == (1, 0)
+        let_go.set()
+    assert [task.result()[1].status for task in tasks] == ["success"] * 3
 
 
 @pytest.mark.parametrize(("most", "at_once"), [(None, 6), (2, 2)])
-def test_concurrency_is_unlimited_without_a_limit_and_as_configured_with_one(most, at_once):
-    async def main():
-        reached, let_go, running = asyncio.Event(), asyncio.Event(), []
+async def test_concurrency_follows_the_configured_limit(most, at_once):
+    reached, let_go, running = threading.Event(), threading.Event(), []
 
-        async def run(ctx):
-            running.append(ctx)
-            if len(running) == at_once:
-                reached.set()
-            await let_go.wait()
+    async def run(ctx):
+        running.append(ctx)
+        if len(running) == at_once:
+            reached.set()
+        await asyncio.to_thread(let_go.wait)
 
-        backend = backend_of(run, most=most)
-        async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
-            for n in range(6):
-                group.create_task(execute(backend, grades=False, rollout_id=f"r{n}"))
-            await reached.wait()
-            counts = {"max_concurrent": most, "queued": 6 - at_once, "running": at_once}
-            assert (backend.health(), len(running)) == ({"status": "ok", "concurrency": counts}, at_once)
-            assert backend.max_concurrency == (most or 0)
-            let_go.set()
-
-    asyncio.run(main())
+    backend = backend_of(run, most=most)
+    async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
+        for n in range(6):
+            group.create_task(execute(backend, grades=False, rollout_id=f"r{n}"))
+        await asyncio.to_thread(reached.wait)
+        counts = {"max_concurrent": most, "queued": 6 - at_once, "running": at_once}
+        assert (backend.health(), len(running)) == ({"status": "ok", "concurrency": counts}, at_once)
+        assert backend.max_concurrency == (most or 0)
+        let_go.set()
 
 
 def test_no_config_at_all_is_unlimited():
@@ -269,7 +264,7 @@ def test_no_config_at_all_is_unlimited():
     assert LocalBackend(workflow=agent.workflow).max_concurrency == 0
 
 
-def test_grader_url_without_a_grader_is_told_what_to_do():
+def test_grader_url_without_a_grader_is_reported_what_to_do():
     _, graded = results(backend_of(said))
     assert (graded.status, graded.err_category) == ("failure", "validation_error")
     assert "define a Grader subclass" in graded.err_message
@@ -283,14 +278,14 @@ def test_strings_name_workflow_grader_and_configs(monkeypatch):
         workflow="their_agent:Work", grader="their_agent:Check", grader_config="their_agent:config", artifacts=None
     )
     assert results(backend)[1].status == "success"
-    with pytest.raises(ImportError, match="no 'Absent'"):
+    with pytest.raises(ImportError, match="Absent"):
         LocalBackend(workflow="their_agent:Absent")
     for name in ("their_agent", "their_agent:", ":Work"):
         with pytest.raises(ValueError, match="module:attribute"):
             LocalBackend(workflow=name)
 
 
-def test_rollout_outside_any_context_gets_one_from_the_environment_or_from_who_made_the_backend(monkeypatch):
+def test_rollout_without_context_gets_one(monkeypatch):
     found = []
 
     async def run(ctx):
@@ -304,7 +299,7 @@ def test_rollout_outside_any_context_gets_one_from_the_environment_or_from_who_m
 
     for name in ("OPENAI_BASE_URL", "OPENAI_API_KEY", "PENSTOCK_ROLLOUT_ID"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(ConfigError, match="enter a RolloutContext first"):
+    with pytest.raises(ConfigError, match="RolloutContext"):
         execute_outside(backend_of(run))
     execute_outside(backend_of(run, context=lambda: RolloutContext(base_url="http://a/v1", api_key="given")))
     monkeypatch.setenv("OPENAI_BASE_URL", "http://b/v1")
@@ -322,7 +317,7 @@ def test_id_that_is_no_path_segment_is_refused(rollout_id):
         ExecutionRequest(id=rollout_id, prompt=[])
 
 
-def test_artifacts_of_a_rollout_are_in_its_own_folder_and_none_is_left_without_any(tmp_path):
+def test_artifacts_are_in_the_rollouts_folder(tmp_path):
     async def run(ctx):
         (ctx.artifacts_dir / "note").write_text(ctx.artifacts_dir.name)
         return PROMPT
@@ -335,9 +330,9 @@ def test_artifacts_of_a_rollout_are_in_its_own_folder_and_none_is_left_without_a
     assert [folder.name for folder in tmp_path.iterdir()] == ["r"]
 
 
-def test_a_workflow_that_blocks_the_servers_loop_is_told_and_ends_by_itself(monkeypatch, caplog):
+def test_blocking_workflow_is_reported_and_completes(monkeypatch, caplog):
     for name, value in {"NOTICE_S": 0.1, "POLL_S": 0.05}.items():
-        monkeypatch.setattr(loop_watchdog, name, value)
+        monkeypatch.setattr(author_tasks, name, value)
 
     async def run(ctx):
         time.sleep(0.6)  # noqa: ASYNC251
@@ -346,4 +341,4 @@ def test_a_workflow_that_blocks_the_servers_loop_is_told_and_ends_by_itself(monk
     work, grade = results(backend_of(run, good_grade))
     assert (work.status, grade.status) == ("success", "success")
     [line] = [record.message for record in caplog.records if "blocks the event loop" in record.message]
-    assert "'Work' blocks the event loop at rollout_cases.py, line" in line and "all other rollouts of this process wait" in line
+    assert "'Work' blocks the event loop at rollout_cases.py, line" in line and "all other rollouts wait" in line

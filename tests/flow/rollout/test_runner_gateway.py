@@ -7,17 +7,11 @@ import pytest
 from rollout_cases import TASK, good_grade, make_agent
 
 from penstock import AgentWorkflowConfig, get_rollout_context
-from penstock.chat.renderer import Renderer
 from penstock.config import RolloutSection
 from penstock.events import Events
 from penstock.records import End, Sampling, make_rollout
 from penstock.rollout.runner import open_runner
-from penstock.testing import ScriptedEngine, ScriptedReply, workbench, write_tokenizer
-
-
-@pytest.fixture(scope="module")
-def renderer(tmp_path_factory):
-    return Renderer.load(write_tokenizer(tmp_path_factory.mktemp("model")))
+from penstock.testing import ScriptedEngine, ScriptedReply, workbench
 
 
 async def ask(ctx, **options):
@@ -41,12 +35,12 @@ async def stage(renderer, script, run, grade=good_grade, **limits):
 
         async def attempt():
             await runner.run(rollout, TASK, Sampling(max_tokens=100))
-            return await bench.pool.attempt(rollout.id)
+            return await bench.pool.rollout(rollout.id)
 
         yield engine, attempt
 
 
-def test_call_under_way_when_the_rollout_stops_is_cancelled_down_to_the_engine(renderer):
+def test_running_call_is_cancelled_with_the_rollout(renderer):
     async def main():
         async with stage(renderer, [ScriptedReply("never ends", stall_after=3)], ask) as (engine, attempt):
             running = asyncio.create_task(attempt())
@@ -60,7 +54,7 @@ def test_call_under_way_when_the_rollout_stops_is_cancelled_down_to_the_engine(r
     asyncio.run(main())
 
 
-def test_call_that_outlives_its_workflow_is_cut_and_a_later_one_refused(renderer):
+def test_call_that_outlives_workflow_is_cut_and_later_one_refused(renderer):
     async def main():
         left, stalled = [], asyncio.Event()
 
@@ -75,7 +69,7 @@ def test_call_that_outlives_its_workflow_is_cut_and_a_later_one_refused(renderer
             ((late, ctx, context),) = left
             with pytest.raises(Exception, match="409"):
                 await late
-            with context, pytest.raises(Exception, match="its calls are no longer served"):
+            with context, pytest.raises(Exception, match="served"):
                 await ask(ctx)
             assert (done.end, len(engine.prompts)) == (End.COMPLETED, 2)
 
@@ -124,7 +118,7 @@ def test_workflow_that_lives_through_a_failing_engine_completes(renderer):
     asyncio.run(main())
 
 
-def test_workflow_that_closes_its_client_leaves_the_connections_of_others_open(renderer):
+def test_workflow_that_closes_its_client_leaves_connections_of_others_open(renderer):
     async def run(ctx):
         async with ctx.openai() as client:
             await client.chat.completions.create(model="any", messages=ctx.prompt)

@@ -16,24 +16,18 @@ import pytest
 from rollout_cases import good_grade, make_agent
 from server_double import Double
 
-from penstock.chat.renderer import Renderer
+from penstock.cli.scaffold import EXAMPLES
 from penstock.config import RolloutSection
 from penstock.events import Events
 from penstock.http.listen import bind
 from penstock.records import End, Sampling, Task, make_rollout
 from penstock.rollout.executors.base import read_section
 from penstock.rollout.runner import open_runner
-from penstock.testing import ScriptedEngine, workbench, write_tokenizer
-from penstock.workspace.scaffold import EXAMPLES
+from penstock.testing import ScriptedEngine, workbench
 
 SDK = os.environ.get("PENSTOCK_OSMOSIS_SDK", "")
 TASK = Task(id="t", prompt=({"role": "user", "content": "6 times 7?"},), label="42")
 CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 6, "b": 7}}\n</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def renderer(tmp_path_factory):
-    return Renderer.load(write_tokenizer(tmp_path_factory.mktemp("model")))
 
 
 async def run_rollouts(url, renderer, script, count):
@@ -50,7 +44,7 @@ async def run_rollouts(url, renderer, script, count):
         await bench.pool.open_group(TASK, rollouts, seq=0)
         for rollout in rollouts:
             await runner.run(rollout, TASK, Sampling(max_tokens=200))
-        return [await bench.pool.attempt(rollout.id) for rollout in rollouts]
+        return [await bench.pool.rollout(rollout.id) for rollout in rollouts]
 
 
 async def act_as_upstream(double, request):
@@ -69,7 +63,7 @@ async def act_as_upstream(double, request):
     await double.grade(request, samples=samples, err_message=None, err_category=None)
 
 
-def test_a_server_with_one_key_and_null_fields_is_driven(renderer):
+def test_server_with_one_key_and_null_fields_is_driven(renderer):
     async def main():
         async with asyncio.timeout(60), Double(act_as_upstream, separate_keys=False).serving() as double:
             return await run_rollouts(double.url, renderer, ["42"], 2)
@@ -80,7 +74,7 @@ def test_a_server_with_one_key_and_null_fields_is_driven(renderer):
         assert [step.transcript for step in attempt.steps] == ["solver"]
 
 
-def test_a_server_that_takes_two_keys_is_not_told_the_one_for_callbacks_as_the_models(renderer):
+def test_server_gets_separate_keys_for_model_and_callbacks(renderer):
     async def act(double, request):
         assert request["llm_api_key"] != request["controller_api_key"]
         refused, _ = await double.complete(request, key=request["llm_api_key"])
@@ -96,7 +90,7 @@ def test_a_server_that_takes_two_keys_is_not_told_the_one_for_callbacks_as_the_m
 @pytest.mark.osmosis
 @pytest.mark.skipif(not SDK, reason="set PENSTOCK_OSMOSIS_SDK to a Python with osmosis-ai 0.2.31")
 @pytest.mark.parametrize("integration", ["strands", "agents"])
-def test_the_upstream_sdk_itself_is_driven(integration, renderer, tmp_path):
+def test_upstream_sdk_itself_is_driven(integration, renderer, tmp_path):
     async def main(url):
         async with asyncio.timeout(240):
             await up(url)
@@ -121,7 +115,7 @@ def test_the_upstream_sdk_itself_is_driven(integration, renderer, tmp_path):
 @pytest.mark.osmosis
 @pytest.mark.skipif(not SDK, reason="set PENSTOCK_OSMOSIS_SDK to a Python with osmosis-ai 0.2.31")
 @pytest.mark.parametrize("main", ["plain_main.py", "strands_main.py", "openai_main.py"])
-def test_what_rollout_init_and_template_apply_write_runs_on_the_upstream_sdk(main, renderer, tmp_path):
+def test_written_templates_run_on_the_upstream_sdk(main, renderer, tmp_path):
     async def work(url):
         async with asyncio.timeout(240):
             await up(url)

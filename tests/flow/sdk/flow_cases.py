@@ -15,8 +15,8 @@ from penstock.records import Sampling, Task, make_rollout
 from penstock.rollout.executors.base import read_section
 from penstock.rollout.runner import open_runner
 from penstock.sdk.discovery import open_agent
-from penstock.sdk.flows.table import REGISTERED
 from penstock.testing import ScriptedEngine, workbench
+from penstock_compat.flows.table import REGISTERED
 
 DEADLINE_S = 60
 ASK = {"role": "user", "content": "What is 6 times 7?"}
@@ -24,7 +24,7 @@ SAMPLING = Sampling(max_tokens=200, temperature=0.8)
 HEAD = """
 from types import MappingProxyType
 from penstock import Grader
-from penstock.sdk.flow import (
+from penstock_compat.flow import (
     AgentFlowBase, BlackBoxAgentFlowBase, MultiStepAgentFlow, SingleStepSingleTurnAgentFlow, SubmittedStep as Step, register
 )
 """
@@ -73,6 +73,6 @@ def ran(agent, replies, *, task=None, channel="train", executor="inline", sampli
             async with open_runner(agent, gateway=bench.gateway, pool=bench.pool, **options) as runner:
                 bench.gateway.reward_function = runner.compute_reward
                 await runner.run(rollout, task_, replace(sampling))
-            return Ran(await bench.pool.attempt(rollout.id), engine)
+            return Ran(await bench.pool.rollout(rollout.id), engine)
 
     return asyncio.run(main())

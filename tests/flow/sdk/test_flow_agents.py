@@ -5,7 +5,6 @@ from flow_cases import ASK, make_task, project, ran
 from gateway_cases import CORPUS
 
 from penstock.records import End
-from penstock.sdk.flows.agent import with_run_settings
 from penstock.testing import ScriptedReply, write_tokenizer
 
 SINGLE = """
@@ -70,7 +69,7 @@ CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 6, "b": 7}}\n</tool
 
 
 @pytest.mark.parametrize("executor", ["inline", "process"])
-def test_a_single_step_flow_grades_itself_and_is_sampled_as_the_run_says(tmp_path, executor):
+def test_single_step_flow_grades_itself(tmp_path, executor):
     with project(tmp_path, SINGLE) as agent:
         attempt, engine = ran(agent, ["It is 42."], executor=executor)
     (grade,) = attempt.grades
@@ -80,7 +79,7 @@ def test_a_single_step_flow_grades_itself_and_is_sampled_as_the_run_says(tmp_pat
     assert attempt.nodes[0].messages == (ASK,)
 
 
-def test_a_tool_flow_asks_with_a_column_and_its_turns_go_on_with_the_same_tokens(tmp_path):
+def test_tool_flow_turns_continue_with_the_same_tokens(tmp_path):
     with project(tmp_path, TOOL) as agent:
         found = ran(agent, [CALL, "#### 42"], task=make_task(prompt=(), task="What is 6 times 7?"))
     attempt = found.attempt
@@ -98,20 +97,20 @@ def test_without_a_reward_of_the_flow_the_grader_is_asked(tmp_path):
 
 
 @pytest.mark.parametrize(("worth", "reward", "source"), [(0.5, 0.5, "flow"), (None, 1.0, "RuleGrader")])
-def test_a_black_box_calls_its_base_url_and_its_calls_are_steps(tmp_path, worth, reward, source):
+def test_black_box_calls_base_url_and_calls_are_steps(tmp_path, worth, reward, source):
     with project(tmp_path, BLACK_BOX) as agent:
         attempt = ran(agent, ["Let me think.", "#### 42"], task=make_task(worth=worth)).attempt
     assert (attempt.end, attempt.message, attempt.reward) == (End.COMPLETED, "", reward)
     assert ([grade.source for grade in attempt.grades], len(attempt.steps)) == ([source], 2)
 
 
-def test_a_black_box_in_a_process_of_its_own(tmp_path):
+def test_black_box_in_process(tmp_path):
     with project(tmp_path, BLACK_BOX) as agent:
         attempt = ran(agent, ["Hm.", "#### 41"], executor="process").attempt
     assert (attempt.end, attempt.message, attempt.reward, len(attempt.steps)) == (End.COMPLETED, "", 0.0, 2)
 
 
-def test_a_row_names_its_flow(tmp_path):
+def test_row_names_its_flow(tmp_path):
     with project(tmp_path, SINGLE + TOOL, flow="my_agent_flow") as agent:
         rewards = [
             ran(agent, ["#### 42"], task=make_task(task="6 * 7?", agent_name=name)).attempt.reward
@@ -120,9 +119,9 @@ def test_a_row_names_its_flow(tmp_path):
     assert rewards == [0.0, 0.0, 1.0, 1.0]
 
 
-def test_keys_of_the_yaml_list_reach_the_constructor_wherever_it_runs(tmp_path):
+def test_keys_of_yaml_list_reach_constructor_wherever_it_runs(tmp_path):
     (tmp_path / "listed_patient.py").write_text(
-        "from penstock.sdk.flow import BlackBoxAgentFlowBase\n"
+        "from penstock_compat.flow import BlackBoxAgentFlowBase\n"
         "class Patient(BlackBoxAgentFlowBase):\n"
         "    def __init__(self, patience, words=(), **kwargs):\n"
         "        super().__init__(**kwargs)\n"
@@ -152,7 +151,7 @@ def test_keys_of_the_yaml_list_reach_the_constructor_wherever_it_runs(tmp_path):
         ("await self.gateway_generate(messages=[{'content': 'x'}])", "POST /generate: 422"),
     ],
 )
-def test_a_flow_that_fails_ends_its_own_rollout_with_one_line(tmp_path, body, words):
+def test_flow_that_fails_ends_its_own_rollout_with_one_line(tmp_path, body, words):
     text = f"class Bad(AgentFlowBase):\n    async def run(self, sampling_params, **kwargs):\n        {body}\n"
     with project(tmp_path, text) as agent:
         attempt = ran(agent, ["never said"]).attempt
@@ -160,20 +159,20 @@ def test_a_flow_that_fails_ends_its_own_rollout_with_one_line(tmp_path, body, wo
     assert words in attempt.message and "\n" not in attempt.message
 
 
-def test_an_engine_that_fails_is_not_laid_at_the_flows_door(tmp_path):
+def test_engine_that_fails_is_not_laid_at_flows_door(tmp_path):
     with project(tmp_path, SINGLE) as agent:
         attempt = ran(agent, [ScriptedReply("never said", fail_after=1)]).attempt
     assert attempt.end is End.ENGINE_ERROR
 
 
-def test_the_built_in_flow_of_several_steps_answers_twice_and_is_judged_through_the_gateway(tmp_path):
+def test_built_in_multi_step_flow_is_graded_by_the_gateway(tmp_path):
     with project(tmp_path, flow="multi_step_agent") as agent:
         attempt = ran(agent, ["I think it is 41.", "#### 42"]).attempt
     assert (attempt.end, attempt.message, attempt.reward) == (End.COMPLETED, "", 1.0)
     assert [(grade.source, grade.step) for grade in attempt.grades] == [("flow", 1)]
 
 
-def test_the_built_in_loop_runs_a_subclasss_tools_within_its_turns(tmp_path):
+def test_built_in_loop_runs_subclasss_tools_within_its_turns(tmp_path):
     text = "class Calc(MultiStepAgentFlow):\n    tools = MappingProxyType({'multiply': lambda a, b: a * b})\n"
     with project(tmp_path, text) as agent:
         done = ran(agent, [CALL, "#### 42"])
@@ -182,7 +181,7 @@ def test_the_built_in_loop_runs_a_subclasss_tools_within_its_turns(tmp_path):
     assert (stubborn.end, stubborn.reward, len(stubborn.steps)) == (End.COMPLETED, 0.0, 3)
 
 
-def test_validation_is_told_to_the_flow_and_its_steps_stay_in_their_channel(tmp_path):
+def test_flow_sees_validation_and_its_channel_is_kept(tmp_path):
     text = SINGLE.replace("reward=0.0", "reward=float(kwargs.get('channel') == 'val')")
     with project(tmp_path, text) as agent:
         assert ran(agent, ["42"], channel="val").attempt.reward == 1.0
@@ -190,7 +189,7 @@ def test_validation_is_told_to_the_flow_and_its_steps_stay_in_their_channel(tmp_
 
 
 @pytest.mark.slow  # imports transformers
-def test_a_flow_may_render_with_the_models_own_tokenizer(tmp_path):
+def test_flow_may_render_with_the_models_own_tokenizer(tmp_path):
     text = """
 class Render(AgentFlowBase):
     async def run(self, sampling_params, **kwargs):
@@ -204,5 +203,5 @@ class Render(AgentFlowBase):
 """
     folder = write_tokenizer(tmp_path / "model", corpus=CORPUS, vocab_size=420)
     with project(tmp_path, text) as agent:
-        attempt = ran(with_run_settings(agent, model=folder, group_size=4), ["It is 42."]).attempt
+        attempt = ran(agent.kind.with_run_settings(agent, model=folder, group_size=4), ["It is 42."]).attempt
     assert (attempt.end, attempt.message, attempt.reward) == (End.COMPLETED, "", 1.0)

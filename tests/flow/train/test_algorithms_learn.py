@@ -4,9 +4,9 @@ Each rollout has two turns of two tokens. A turn is right if its first token is 
 turn wants another half. The rollout earns 1 if both are right; each step is graded too.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,13 +15,13 @@ from training_cases import SHAPE, VOCAB
 
 from penstock.config import TrainSection
 from penstock.engines.embedded.decoder import Decoder, causal
-from penstock.records import Attempt, BranchPoint, End, Grade, Group, Node, Sampling, Step, Task, make_rollout
+from penstock.records import BranchPoint, End, Grade, Group, Node, Rollout, Sampling, Step, Task, make_rollout
 from penstock.train.advantages import ADVANTAGES
-from penstock.train.advantages.base import needs_of
 from penstock.train.algorithm import Advantage, load_advantage
-from penstock.train.credit import credit_groups
+from penstock.train.credit import CreditedSequences, credit_groups
 from penstock.train.learner import Learner
 from penstock.train.losses import LOSSES
+from penstock.train.sequences import no_replay
 
 GROUPS, SIZE, STEPS, REPLY, BRANCHES = 4, 8, 14, 2, 4
 SETTINGS: dict[str, dict[str, Any]] = {"pass_at_k": {"k": 2}, "gae": {"value_lr": 3e-2}}
@@ -59,11 +59,11 @@ def sample_groups(decoder: Decoder, number: int) -> list[Group]:
     for task in range(GROUPS):
         name = f"train-{number}-{task}"
         attempts = tuple(attempt(name, place, task, turns, task * SIZE + place) for place in range(SIZE))
-        groups.append(Group(id=name, seq=number, task=Task(id=name, prompt=()), channel="train", attempts=attempts))
+        groups.append(Group(id=name, seq=number, task=Task(id=name, prompt=()), channel="train", rollouts=attempts))
     return groups
 
 
-def attempt(group: str, place: int, task: int, turns: list[tuple[torch.Tensor, torch.Tensor]], row: int) -> Attempt:
+def attempt(group: str, place: int, task: int, turns: list[tuple[torch.Tensor, torch.Tensor]], row: int) -> Rollout:
     rollout = make_rollout(group, group, place)
     nodes = [((1, 2 + task), None), ((0, 7), 0)]
     steps, right = list[Step](), list[bool]()
@@ -82,36 +82,35 @@ def attempt(group: str, place: int, task: int, turns: list[tuple[torch.Tensor, t
                 sampling=Sampling(),
                 finish="stop",
                 message={},
-                chain="",
+                messages_digest="",
             )
         )
     own = [Grade(rollout_id=rollout.id, reward=float(each), source="test", step=index) for index, each in enumerate(right)]
     whole = Grade(rollout_id=rollout.id, reward=float(all(right)), source="test")
     made = [
-        Node(rollout_id=rollout.id, id=at, parent=parent, token_ids=ids, chain="", messages=())
+        Node(rollout_id=rollout.id, id=at, parent=parent, token_ids=ids, messages_digest="", messages=())
         for at, (ids, parent) in enumerate(nodes)
     ]
-    return Attempt(rollout=rollout, end=End.COMPLETED, nodes=tuple(made), steps=tuple(steps), grades=(whole, *own))
+    return Rollout(ref=rollout, end=End.COMPLETED, nodes=tuple(made), steps=tuple(steps), grades=(whole, *own))
 
 
 def branched(decoder: Decoder, group: Group) -> Group:
     """The group with continuations from the second turn of each rollout."""
-    made = list[Attempt]()
-    for each in group.attempts:
+    made = list[Rollout]()
+    for each in group.rollouts:
         path = (*each.nodes[0].token_ids, *each.steps[0].completion_ids, *each.nodes[1].token_ids)
         second, _ = reply(decoder, torch.tensor([path] * BRANCHES))
-        point = BranchPoint(rollout_id=each.rollout.id, step=1)
+        point = BranchPoint(rollout_id=each.ref.id, step=1)
         for place, tokens in enumerate(second.tolist()):
             right = each.steps[0].completion_ids[0] < VOCAB // 2 and tokens[0] >= VOCAB // 2
-            rollout = make_rollout(f"{each.rollout.id}.step1", group.id, place, channel="branch", branch=point)
+            rollout = make_rollout(f"{each.ref.id}.step1", group.id, place, channel="branch", branch=point)
             grade = Grade(rollout_id=rollout.id, reward=float(right), source="test")
-            made.append(Attempt(rollout=rollout, end=End.COMPLETED, grades=(grade,)))
+            made.append(Rollout(ref=rollout, end=End.COMPLETED, grades=(grade,)))
     return replace(group, branches=tuple(made))
 
 
-def run_of(section: TrainSection, learner: Learner, advantage: Advantage) -> Any:
-    """What `credit_groups` reads of a run."""
-    return SimpleNamespace(config=SimpleNamespace(train=section), learners={"": learner}, advantage=advantage, replay=None)
+def credit_of(groups: Sequence[Group], section: TrainSection, learner: Learner, advantage: Advantage) -> CreditedSequences:
+    return credit_groups(groups, section, advantage, learner, replay=no_replay)
 
 
 class Learnt(NamedTuple):
@@ -126,20 +125,20 @@ def learnt(seed: int, *, teacher: Decoder | None = None, **changes: Any) -> Lear
     section = TrainSection.model_validate({"lr": 1e-2, "steps": STEPS, "updates_per_step": 2, **chosen})
     decoder = make_policy(seed)
     learner, found = Learner(decoder, section, teacher=teacher), list[float]()
-    run = run_of(section, learner, load_advantage(section))
+    advantage = load_advantage(section)
     for number in range(STEPS):
         groups = sample_groups(decoder, number)
-        if "branches" in needs_of(run.advantage):
+        if "branches" in advantage.needs:
             groups = [branched(decoder, group) for group in groups]
         found += [sum(group.rewards) / SIZE for group in groups]
-        credit = credit_groups(groups, run)[""]
+        credit = credit_of(groups, section, learner, advantage)
         if not credit.sequences:
             continue
-        batch = learner.pack(credit.sequences, rollouts=credit.counts["rollouts"])
-        proximal = None
+        batch = learner.pack(credit.sequences, rollouts=credit.counts["rollouts"], value_targets=credit.value_targets)
+        update = None
         for _ in range(section.updates_per_step):
-            proximal = learner.compute(batch, proximal).proximal
-            learner.apply()
+            update = learner.compute(batch, update and update.proximal)
+            learner.apply(update)
     return Learnt(sum(found[-3 * GROUPS :]) / (3 * GROUPS), decoder)
 
 
@@ -178,17 +177,17 @@ def test_it_learns_with_every_switch(changes: dict[str, Any]):
     beats_control(**changes)
 
 
-def test_a_better_grade_of_a_step_moves_the_tokens_of_that_step_and_no_others():
+def test_better_step_grade_moves_only_its_tokens():
     """The whole way from grade to gradient: what is added to it is the slope of those two tokens, in every weight."""
     settings = {"discount": 0.0, "baseline": "none"}
     section = TrainSection(advantage="rewards_to_go", advantage_settings=settings, grad_clip=1e9)
     decoder = make_policy(0)
     torch.manual_seed(1)
     group = sample_groups(decoder, 0)[0]
-    chosen = group.attempts[3]
-    extra = Grade(rollout_id=chosen.rollout.id, reward=1.0, source="test", step=1)
+    chosen = group.rollouts[3]
+    extra = Grade(rollout_id=chosen.ref.id, reward=1.0, source="test", step=1)
     better = replace(chosen, grades=(*chosen.grades, extra))
-    raised = replace(group, attempts=tuple(better if each is chosen else each for each in group.attempts))
+    raised = replace(group, rollouts=tuple(better if each is chosen else each for each in group.rollouts))
     before, after = gradient(decoder, section, group), gradient(decoder, section, raised)
     first, second = (step.completion_ids for step in chosen.steps)
     ids = torch.tensor([[1, 2, *first, 0, 7, *second]])
@@ -202,7 +201,7 @@ def test_a_better_grade_of_a_step_moves_the_tokens_of_that_step_and_no_others():
 
 def gradient(decoder: Decoder, section: TrainSection, group: Group) -> list[torch.Tensor]:
     learner = Learner(decoder, section)
-    credit = credit_groups([group], run_of(section, learner, load_advantage(section)))[""]
+    credit = credit_of([group], section, learner, load_advantage(section))
     assert credit.counts["rollouts"] == SIZE
     learner.compute(learner.pack(credit.sequences, rollouts=SIZE))
     made = [each.grad.clone() if each.grad is not None else torch.zeros_like(each) for each in decoder.parameters()]

@@ -1,4 +1,4 @@
-"""Asynchronous training, every part real but the engine's pace: what runs beside what, and what becomes of old tokens."""
+"""Asynchronous training, every part real but the engine's pace: what runs next to what, and what becomes of old tokens."""
 
 import asyncio
 import threading
@@ -17,7 +17,7 @@ def when(run: Watched, condition: Callable[[PacedEngine], bool]) -> Awaitable[No
     return run.engine.until(lambda: condition(run.engine))
 
 
-def test_rollouts_of_the_next_step_are_sampled_while_the_trainer_updates(tmp_path: Path) -> None:
+def test_rollouts_of_next_step_are_sampled_while_trainer_updates(tmp_path: Path) -> None:
     run = Watched(tmp_path, "rollout.max_staleness=1", 'train.loss="async_cases:watched_loss"')
     updating, served = threading.Event(), threading.Event()
 
@@ -47,13 +47,13 @@ def test_without_staleness_nothing_is_sampled_during_an_update(tmp_path: Path) -
 def test_every_token_has_the_version_that_its_engine_held(tmp_path: Path) -> None:
     run = Watched(tmp_path, "rollout.max_staleness=2", "train.steps=4")
     run.train()
-    recorded = sorted((a.rollout.id, step.versions) for a in run.attempts() for step in a.steps)
+    recorded = sorted((a.ref.id, step.versions) for a in run.attempts() for step in a.steps)
     held = sorted((name, versions) for (name, _), replies in run.engine.held.items() for versions in replies)
     assert recorded == [each for each in held if each[0].startswith("train")] and len(recorded) == 16
     assert {version for _, versions in recorded for version in versions} > {0}
 
 
-def test_a_request_in_flight_goes_on_over_a_publication_and_both_versions_are_trained(tmp_path: Path) -> None:
+def test_request_over_a_publication_trains_both_versions(tmp_path: Path) -> None:
     run = Watched(tmp_path, "rollout.max_staleness=1", "train.steps=2")
 
     def second_group_waits(rollout_id: str, place: int) -> Awaitable[None] | None:
@@ -61,13 +61,13 @@ def test_a_request_in_flight_goes_on_over_a_publication_and_both_versions_are_tr
 
     run.engine_waits = second_group_waits
     run.train()
-    spans = [step.versions for attempt in run.attempts() for step in attempt.steps if attempt.rollout.group_id == "train-1"]
+    spans = [step.versions for attempt in run.attempts() for step in attempt.steps if attempt.ref.group_id == "train-1"]
     assert spans == [(0, 0, 1, 1, 1), (1, 1, 1, 1, 1)] * 2
     assert (run.metrics()[1]["staleness"], run.metrics()[1]["staleness_max"]) == (pytest.approx(2 / 10), 1)
     assert run.engine.cancelled == 0 and {attempt.end for attempt in run.attempts()} == {End.COMPLETED}
 
 
-def test_a_group_that_became_too_old_is_dropped_counted_and_made_up_for(tmp_path: Path) -> None:
+def test_stale_group_is_dropped_and_replaced(tmp_path: Path) -> None:
     run = Watched(tmp_path, "rollout.max_staleness=1", "train.steps=4")
 
     def first_group_is_slow(rollout_id: str, place: int) -> Awaitable[None] | None:
@@ -81,7 +81,7 @@ def test_a_group_that_became_too_old_is_dropped_counted_and_made_up_for(tmp_path
     assert max(entry["staleness_max"] for entry in run.metrics()) <= 1
 
 
-def test_a_group_dropped_at_the_last_step_is_made_up_for_at_once(tmp_path: Path, monkeypatch: Any) -> None:
+def test_group_dropped_at_the_last_step_is_replaced(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("penstock.rollout.scheduler._RECHECK_S", 1e9)  # a constant with no seam: so that nothing but a word helps
     run = Watched(tmp_path, "rollout.max_staleness=1", "train.steps=3", 'train.loss="async_cases:watched_loss"')
     updating, ended = threading.Event(), threading.Event()
@@ -122,7 +122,7 @@ def test_groups_that_are_ready_when_it_ends_are_all_trained(tmp_path: Path) -> N
     assert [name for entry in run.metrics() for name in entry["group_ids"]] == [f"train-{n}" for n in range(5)]
 
 
-def test_a_stopped_run_trains_its_ready_groups_when_it_is_taken_up(tmp_path: Path) -> None:
+def test_stopped_run_trains_ready_groups_when_it_is_taken_up(tmp_path: Path) -> None:
     run = Watched(tmp_path, "rollout.max_staleness=5", "train.steps=4")
     run.stop_at = lambda kind, fields: kind == "train.step" and fields["step"] == 2
     assert (run.train().status, len(run.metrics())) == ("stopped", 2)
@@ -139,7 +139,7 @@ def test_evaluation_and_training_have_their_own_channel_and_sampling(tmp_path: P
     run.train()
     assert {given.temperature for given in run.engine.of_channel("train")} == {0.7}
     assert {given.temperature for given in run.engine.of_channel("val")} == {0.25}
-    assert {attempt.rollout.channel for attempt in run.attempts("val")} == {"val"}
+    assert {attempt.ref.channel for attempt in run.attempts("val")} == {"val"}
     trained = {name for entry in run.metrics() for name in entry["group_ids"]}
     assert all(name.startswith("train-") for name in trained)
 

@@ -21,10 +21,10 @@ from penstock.engines.embedded.decoder import causal
 from penstock.engines.embedded.engine import open_engine
 from penstock.engines.token_sets import pack_set, unpack_sets
 from penstock.models.pull import resolve
-from penstock.records import Attempt, End, Grade, Group, Node, ReplyFormat, Sampling, Sequence, Step, Task, make_rollout
-from penstock.train.allowed import AllowedReplay
+from penstock.records import End, Grade, Group, Node, ReplyFormat, Rollout, Sampling, Sequence, Step, Task, make_rollout
 from penstock.train.batches import pack
 from penstock.train.forward import pass_logprobs, trunk_states
+from penstock.train.resources import AllowedReplay
 from penstock.train.sequences import ReplayedStep, sequences
 
 SCHEMA = {
@@ -57,7 +57,7 @@ def test_packed_sets_are_what_was_packed():
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_gradients_through_limited_choices_are_those_of_plain_softmax_over_the_set(seed: int):
+def test_limited_choice_gradients_equal_plain_softmax(seed: int):
     decoder, tree = make_decoder(), limited(random_tree(seed), seed)
     learner = TreeLearner(decoder, section(kl=0.1))
     flat = compute(learner, tree, limit=60, shared=False)
@@ -102,13 +102,13 @@ async def sampled_group(
     engine = open_engine(folder, name=model, section=EmbeddedSection(device="cpu"), seed=0, decode=renderer.tokenizer.decode)
     prompt = renderer.root([{"role": "user", "content": "Some JSON, please."}])
     grammars = [renderer.reply_grammar(ReplyFormat(schema=each), (), frozenset(), prompt=prompt) for each in schemas] or [None]
-    attempts: list[Attempt] = []
+    attempts: list[Rollout] = []
     try:
         for place, sampling in enumerate(samplings):
             asked = replace(sampling, grammar=grammars[place % len(grammars)], stop_ids=renderer.stop_ids, seed=place)
             chunks = [chunk async for chunk in engine.generate(prompt, asked)]
             rollout = make_rollout("g", "t", place)
-            node = Node(rollout_id=rollout.id, id=0, parent=None, token_ids=tuple(prompt), chain="a", messages=())
+            node = Node(rollout_id=rollout.id, id=0, parent=None, token_ids=tuple(prompt), messages_digest="a", messages=())
             step = Step(
                 rollout_id=rollout.id,
                 index=0,
@@ -122,12 +122,12 @@ async def sampled_group(
                 sampling=asked,
                 finish=chunks[-1].finish or "error",
                 message={"role": "assistant", "content": ""},
-                chain="b",
+                messages_digest="b",
             )
             grade = Grade(rollout_id=rollout.id, reward=float(place), source="test")
-            attempts.append(Attempt(rollout=rollout, end=End.COMPLETED, nodes=(node,), steps=(step,), grades=(grade,)))
+            attempts.append(Rollout(ref=rollout, end=End.COMPLETED, nodes=(node,), steps=(step,), grades=(grade,)))
         replay = AllowedReplay(folder, engine.decoder.shape.vocab_size)
-        group = Group(id="g", seq=0, task=Task(id="t", prompt=()), channel="train", attempts=tuple(attempts))
+        group = Group(id="g", seq=0, task=Task(id="t", prompt=()), channel="train", rollouts=tuple(attempts))
         return group, replay, engine.decoder
     finally:
         await engine.close()
@@ -137,7 +137,7 @@ async def sampled_group(
 def test_engine_and_trainer_agree_on_constrained_log_probabilities(model: str):
     group, replay, decoder = asyncio.run(sampled_group(model))
     made = sequences(group, [1.0, -1.0, 0.5], replay=replay)
-    assert made.counts["tokens"] == sum(len(attempt.steps[0].completion_ids) for attempt in group.attempts)
+    assert made.counts["tokens"] == sum(len(attempt.steps[0].completion_ids) for attempt in group.rollouts)
     assert largest_gap(decoder, made.sequences) < 1e-3  # as `penstock verify` asks in float32
 
 
@@ -155,7 +155,7 @@ def test_engine_and_trainer_agree_under_random_schemas(model: str):
         samplings = [Sampling(max_tokens=100, temperature=(1.0, 0.7, 1.4)[seed % 3]) for seed in range(AT_ONCE)]
         group, replay, decoder = asyncio.run(sampled_group(model, samplings, schemas=schemas))
         made = sequences(group, [1.0] * AT_ONCE, replay=replay)
-        assert made.counts["tokens"] == sum(len(attempt.steps[0].completion_ids) for attempt in group.attempts)
+        assert made.counts["tokens"] == sum(len(attempt.steps[0].completion_ids) for attempt in group.rollouts)
         assert largest_gap(decoder, made.sequences) < 1e-3  # as `penstock verify` asks in float32
 
 
@@ -170,7 +170,7 @@ TRUNCATED = (
 @pytest.mark.parametrize("grammar", [False, True])
 def test_engine_and_trainer_agree_on_truncated_log_probabilities(model: str, grammar: bool):
     group, _, decoder = asyncio.run(sampled_group(model, TRUNCATED, schemas=(SCHEMA,) if grammar else ()))
-    steps = [attempt.steps[0] for attempt in group.attempts]
+    steps = [attempt.steps[0] for attempt in group.rollouts]
     assert all(len(step.kept) == len(step.completion_ids) for step in steps)
     assert from_json(Step, to_json(steps[0])) == steps[0]
     made = sequences(group, [1.0, -1.0, 0.5])  # what was kept is in the record: nothing is replayed
@@ -185,10 +185,10 @@ def test_engine_and_trainer_agree_on_what_a_bias_leaves():
     few = tuple(range(40, 60))
     biased = (Sampling(max_tokens=40, banned_ids=few), Sampling(max_tokens=40, only_ids=few, temperature=0.7))
     group, replay, decoder = asyncio.run(sampled_group("tiny", (*biased, Sampling(max_tokens=40)), schemas=()))
-    banned, only, _ = [attempt.steps[0] for attempt in group.attempts]
+    banned, only, _ = [attempt.steps[0] for attempt in group.rollouts]
     assert not set(banned.completion_ids) & set(few) and set(only.completion_ids) <= set(few) and only.finish == "length"
     made = sequences(group, [1.0, -1.0, 0.5], replay=replay)
-    assert made.counts["tokens"] == sum(len(attempt.steps[0].completion_ids) for attempt in group.attempts)
+    assert made.counts["tokens"] == sum(len(attempt.steps[0].completion_ids) for attempt in group.rollouts)
     assert largest_gap(decoder, made.sequences) < 1e-3  # as `penstock verify` asks in float32
     assert largest_gap(decoder, [replace(one, allowed=()) for one in made.sequences]) > 0.05
     assert from_json(Step, to_json(only)) == only
@@ -197,13 +197,13 @@ def test_engine_and_trainer_agree_on_what_a_bias_leaves():
 
 def test_a_token_outside_of_what_was_kept_is_masked():
     group, _, _ = asyncio.run(sampled_group("tiny", TRUNCATED, schemas=()))
-    [step] = group.attempts[0].steps
+    [step] = group.rollouts[0].steps
     wrong = replace(step, kept=(pack_set(np.zeros(1000, np.bool_)), *step.kept[1:]))
-    attempts = (replace(group.attempts[0], steps=(wrong,)), *group.attempts[1:])
-    assert sequences(replace(group, attempts=attempts), [1.0, -1.0, 0.5]).counts["masked.not_allowed"] == 1
+    attempts = (replace(group.rollouts[0], steps=(wrong,)), *group.rollouts[1:])
+    assert sequences(replace(group, rollouts=attempts), [1.0, -1.0, 0.5]).counts["masked.not_allowed"] == 1
     short = replace(step, kept=step.kept[1:])
-    attempts = (replace(group.attempts[0], steps=(short,)), *group.attempts[1:])
-    assert sequences(replace(group, attempts=attempts), [1.0, -1.0, 0.5]).counts["masked.misaligned"] == 1
+    attempts = (replace(group.rollouts[0], steps=(short,)), *group.rollouts[1:])
+    assert sequences(replace(group, rollouts=attempts), [1.0, -1.0, 0.5]).counts["masked.misaligned"] == 1
 
 
 def largest_gap(decoder: Any, made: list[Sequence]) -> float:
@@ -223,7 +223,7 @@ def test_what_cannot_be_replayed_is_masked_and_counted():
     credit = [1.0, -1.0, 0.5]
     assert sequences(group, credit).counts["masked.constrained"] == 3
     rng = random.Random(0)
-    [step, *_] = group.attempts[0].steps
+    [step, *_] = group.rollouts[0].steps
     changed = replace(step, completion_ids=tuple(rng.sample(step.completion_ids, len(step.completion_ids))))
     assert replay(changed) == ReplayedStep(problem="not_allowed")
     broken = replace(step, sampling=replace(step.sampling, grammar=replace(step.sampling.grammar, lark="start: nothing")))

@@ -19,11 +19,12 @@ from penstock.engines.embedded.weights import load_decoder, read_weights, save_d
 from penstock.errors import TrainError
 from penstock.records import PolicyVersion
 from penstock.run.inputs import read_inputs
-from penstock.train import loop, masters, training_run
+from penstock.train import loop, precision, resources
+from penstock.train.checkpoints import restore, save
 from penstock.train.learner import Learner
-from penstock.train.policy import restore, save
-from penstock.train.rounding import round_to_bfloat16
-from penstock.train.run import train
+from penstock.train.precision import round_to_bfloat16
+from penstock.train.resources import open_learner
+from penstock.train.trainer import train
 from penstock.train.verify import VersionWeights
 
 SEED = 11
@@ -105,7 +106,7 @@ def test_a_resumed_learner_serves_the_same_bits(tmp_path: Path, model: Path):
     assert resumed.served_share == learner.served_share
 
 
-def test_the_served_share_tells_what_rounding_lost(monkeypatch: pytest.MonkeyPatch):
+def test_served_share_reports_what_rounding_lost(monkeypatch: pytest.MonkeyPatch):
     def shares(exact: bool) -> list[float]:
         learner, found = half_learner(lr=1e-5, exact=exact), list[float]()
         learner.publish()
@@ -117,7 +118,7 @@ def test_the_served_share_tells_what_rounding_lost(monkeypatch: pytest.MonkeyPat
 
     for exact in (True, False):
         assert sum(shares(exact)) / 4 == pytest.approx(1.0, abs=0.4)  # of 14,000 weights, a few hundred move
-    monkeypatch.setattr(masters, "round_to_bfloat16", lambda values, **_: values.bfloat16().float())  # type: ignore[reportUnknownLambdaType]
+    monkeypatch.setattr(precision, "round_to_bfloat16", lambda values, **_: values.bfloat16().float())  # type: ignore[reportUnknownLambdaType]
     assert sum(shares(False)) / 4 < 0.25  # masters on the grid: all is lost but that of the smallest weights
     assert Learner(make_decoder().float(), section()).served_share == 1.0
 
@@ -132,17 +133,17 @@ def test_rounding_that_cannot_be_compiled_is_computed_without(monkeypatch: pytes
             raise TorchDynamoException("no C compiler was found\nin many lines")
         return round_to_bfloat16(values, seed=seed, first=first)
 
-    monkeypatch.setattr(masters, "round_to_bfloat16", uncompilable)
+    monkeypatch.setattr(precision, "round_to_bfloat16", uncompilable)
     served = {"a": torch.zeros(1000, dtype=torch.bfloat16, requires_grad=True)}
     exact = torch.randn(1000)
-    made = masters.MasterWeights(served, exact={"a": exact}, seed=SEED)
+    made = precision.MasterWeights(served, exact={"a": exact}, seed=SEED)
     for _ in range(2):
         made.publish(compiled=True)
         assert torch.equal(served["a"].float(), round_to_bfloat16(exact, seed=SEED, first=0))
     assert caplog.messages == ["rounding cannot be compiled here, so it is slower: no C compiler was found"]
 
 
-def test_a_start_policy_in_float32_is_verified_as_it_was_served(model: Path, tmp_path: Path):
+def test_start_policy_in_float32_is_verified_unchanged_served(model: Path, tmp_path: Path):
     write_weights(model)
     learner = Learner(load_decoder(model, dtype=torch.bfloat16), section(), exact=read_weights(model), seed=SEED)
     learner.publish()
@@ -161,7 +162,7 @@ def test_a_run_in_bfloat16_is_recomputed_by_verify(tmp_path: Path, capsys: pytes
 
 
 @pytest.mark.slow
-def test_a_run_in_bfloat16_tells_its_share_and_checkpoints_hold_the_rounded_masters(tmp_path: Path):
+def test_run_in_bfloat16_reports_share_and_checkpoints_hold_rounded_masters(tmp_path: Path):
     settings = [f'run.folder="{tmp_path}"', "run.seed=11", "train.steps=2", "train.checkpoint_every=1", 'engine.dtype="bfloat16"']
     config = load_config(TINY_RUN, settings)
     asyncio.run(train(config, read_inputs(config, silent), listener=silent, stop=asyncio.Event()))
@@ -191,8 +192,8 @@ def test_a_gpu_without_room_for_masters_is_one_line(monkeypatch: pytest.MonkeyPa
     def full(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(training_run, "make_learner", full)
+    monkeypatch.setattr(resources, "make_learner", full)
     config = load_config(TINY_RUN, [])
     with pytest.raises(TrainError, match=r"set engine\.cache_tokens") as refused:
-        training_run.open_learner(make_decoder().float(), config, read_inputs(config, silent))
+        open_learner(make_decoder().float(), config, read_inputs(config, silent))
     assert "\n" not in str(refused.value)

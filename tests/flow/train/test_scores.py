@@ -10,16 +10,15 @@ from async_cases import Watched
 from training_cases import make_decoder, plain_logprobs, random_tree, section
 from view_cases import Screens
 
-from penstock.train import scores as scores_module
+from penstock.train import metrics as scores_module
 from penstock.train.batches import pack
 from penstock.train.learner import Learner
-from penstock.train.loop import LearnerUpdate
-from penstock.train.scores import MOST_TOKENS, ScoreWriter, score_lines, write_scores
+from penstock.train.metrics import MOST_TOKENS, LearnerUpdate, ScoreWriter, score_lines, write_scores
 from penstock.view.credit import read_scores
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_scores_are_those_of_the_plain_forward_pass_whatever_the_layout(shared, tmp_path):
+def test_scores_are_those_of_plain_forward_pass_whatever_layout(shared, tmp_path):
     decoder, tree = make_decoder(), random_tree(3)
     learner = Learner(decoder, section())
     batch = pack(tree, rollouts=12, tokens_per_pass=40, shared_prefix=shared)
@@ -37,7 +36,7 @@ def test_scores_are_those_of_the_plain_forward_pass_whatever_the_layout(shared, 
             assert all(spread > 0 for spread in scores.entropy)
 
 
-def test_the_mean_of_the_kept_entropies_is_that_of_the_metrics():
+def test_mean_of_kept_entropies_is_that_of_metrics():
     learner, tree = Learner(make_decoder(), section()), random_tree(4)
     batch = pack(tree, rollouts=12, tokens_per_pass=1000)
     result = learner.compute(batch)
@@ -53,7 +52,7 @@ def test_a_step_of_too_many_tokens_keeps_none(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_written_to_is_told_and_the_run_goes_on(tmp_path, caplog):
+def test_unwritable_folder_is_reported_and_the_run_continues(tmp_path, caplog):
     learner, tree = Learner(make_decoder(), section()), random_tree(4)
     batch = pack(tree, rollouts=12, tokens_per_pass=1000)
     (tmp_path / "scores").write_text("in the way")
@@ -61,7 +60,7 @@ def test_a_folder_that_cannot_be_written_to_is_told_and_the_run_goes_on(tmp_path
     assert "scores of step 1 cannot be written" in caplog.text
 
 
-def test_training_goes_on_while_scores_are_written_and_all_are_written_at_its_end(tmp_path, monkeypatch):
+def test_training_continues_while_scores_are_written(tmp_path, monkeypatch):
     begun, may_write, written = threading.Event(), threading.Event(), []
 
     def slow(folder, step, updates):
@@ -90,8 +89,8 @@ def test_the_dashboard_shows_the_credit_that_a_run_trained_with(advantage, tmp_p
     run.train()
     screens = Screens(tmp_path / "runs")
     [attempt, *_] = screens.get("group", run="run", group="train-0")["attempts"]
-    told = [screens.get("tokens", run="run", rollout=attempt["id"], call=call) for call in (0, 1)]
-    assert all(each["trained"] and any(each["token_advantages"]) for each in told)
+    reported = [screens.get("tokens", run="run", rollout=attempt["id"], call=call) for call in (0, 1)]
+    assert all(each["trained"] and any(each["token_advantages"]) for each in reported)
     levels = {"rewards_to_go": "call", "reinforce_pp": "rollout", "gae": "token"}
     assert attempt["level"] == levels[advantage]
     if advantage == "rewards_to_go":  # computed again, it is the same

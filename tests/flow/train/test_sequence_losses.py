@@ -50,7 +50,7 @@ def _turns(s: Sequence, number: int) -> Tensor:
 
 @pytest.mark.parametrize("level", ["sequence", "turn"])
 @pytest.mark.parametrize(("limit", "shared"), [(10_000, True), (25, True), (25, False)])
-def test_a_loss_of_sequences_has_its_gradients_however_the_batch_is_cut(
+def test_loss_of_sequences_has_its_gradients_however_batch_is_cut(
     level: str, limit: int, shared: bool, monkeypatch: pytest.MonkeyPatch
 ):
     decoder = make_decoder()
@@ -67,7 +67,7 @@ def test_a_loss_of_sequences_has_its_gradients_however_the_batch_is_cut(
     assert second.metrics.ratio != pytest.approx(1.0, abs=1e-3) and second.metrics.clip_fraction > 0
 
 
-def test_turns_of_a_sequence_are_told_apart_even_without_tokens_between():
+def test_turns_of_a_sequence_are_distinguished_even_without_tokens_between():
     only = Sequence(
         rollout_id="r",
         group_id="g",
@@ -84,7 +84,7 @@ def test_turns_of_a_sequence_are_told_apart_even_without_tokens_between():
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_the_reward_of_a_step_moves_the_tokens_of_that_step_and_no_others(shared: bool):
+def test_step_reward_moves_only_its_tokens(shared: bool):
     """The gradient is that of the step's own tokens, to the last digit of every weight."""
     decoder = make_decoder()
     tree = [s for s in on_policy(decoder, random_tree(5)) if _turn_count(s) > 1]

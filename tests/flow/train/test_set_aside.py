@@ -1,4 +1,4 @@
-"""A group that the trainer cannot bear is set aside, counted and told; all others are trained, exactly once."""
+"""A group that the trainer cannot bear is set aside, counted and reported; all others are trained, exactly once."""
 
 import asyncio
 import json
@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from penstock.cli.app import app, run
 from penstock.pool import POOLS
 from penstock.sdk import context
-from penstock.train.set_aside import BEYOND, CRASHED
+from penstock.train.claims import BEYOND, CRASHED
 
 CONFIG = Path(__file__).parents[2] / "helpers/tiny_run/train.toml"
 GROUPS = 2
@@ -19,7 +19,7 @@ GROUPS = 2
 
 @pytest.fixture
 def train(tmp_path, capsys):
-    """Trains, or goes on; the exit code, and what was printed as JSON."""
+    """Trains, or continues; the exit code, and what was printed as JSON."""
 
     def train(advantage="grpo", *, steps=2, **settings):
         chosen = {"run.folder": f'"{tmp_path}"', "train.advantage": f'"{advantage}"', "train.steps": steps, **settings}
@@ -62,15 +62,15 @@ def trained(folder):
     return [group_id for group_id, _ in in_pool(folder, lambda pool: pool.trained())]
 
 
-def test_group_that_crashes_the_trainer_is_set_aside_after_two_attempts_and_the_run_goes_on(train):
+def test_crashing_group_is_quarantined_after_two_attempts(train):
     advantage, message = "poisoned_advantages:raising", "ZeroDivisionError: no spread at all"
     poisoned_advantages.tried.clear()
     code, summary = train(advantage, steps=1)
     assert (code, summary["status"], summary["dropped"]) == (0, "finished", {CRASHED: 1})
     (entry,) = lines(train.folder, "metrics.jsonl")
     assert (entry["groups_set_aside"], entry["group_ids"]) == (1, ["train-0", "train-2"])
-    ((reason, told),) = drops(train.folder).values()
-    assert reason == CRASHED and told == message
+    ((reason, reported),) = drops(train.folder).values()
+    assert reason == CRASHED and reported == message
     assert poisoned_advantages.tried["train-1"] == 2
 
     assert show(train.folder, "train-1") == f"Not trained, {CRASHED}: {message}"
@@ -82,8 +82,8 @@ def test_group_that_crashes_the_trainer_is_set_aside_after_two_attempts_and_the_
 
 
 def test_trainer_that_no_group_passes_ends_with_one_line(train):
-    code, told = train("poisoned_advantages:broken", steps=1)
-    assert (code, "6 groups crashed the trainer" in told["error"]["message"]) == (1, True)
+    code, reported = train("poisoned_advantages:broken", steps=1)
+    assert (code, "6 groups crashed the trainer" in reported["error"]["message"]) == (1, True)
 
 
 POISONOUS = """
@@ -110,14 +110,14 @@ def first_task(folder):
     return group.task.prompt[0]["content"]
 
 
-def test_reward_that_the_arithmetic_does_not_bear_is_a_grader_error(train, tmp_path):
-    code, told = train(steps=1, **agent(tmp_path, always=True))
+def test_reward_that_arithmetic_does_not_bear_is_grader_error(train, tmp_path):
+    code, reported = train(steps=1, **agent(tmp_path, always=True))
     assert code == 1  # all rollouts of the step
-    assert "grader_error" in told["error"]["message"]
-    assert "reward 1e+308 is not between -1e+09 and 1e+09" in told["error"]["message"]
+    assert "grader_error" in reported["error"]["message"]
+    assert "reward 1e+308 is not between -1e+09 and 1e+09" in reported["error"]["message"]
 
 
-def test_run_goes_on_over_a_pool_that_already_holds_such_a_reward(train, tmp_path, monkeypatch):
+def test_run_continues_over_pool_that_already_holds_such_reward(train, tmp_path, monkeypatch):
     train("poisoned_advantages:spread", steps=1)
     task = first_task(train.folder)  # the first of another run with the same seed
     monkeypatch.setattr(context, "MAX_REWARD", float("inf"))  # patched: as before there was a bound

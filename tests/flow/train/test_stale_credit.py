@@ -8,7 +8,7 @@ import torch
 from training_cases import compute, gradients, make_decoder, on_policy, random_tree, section
 
 from penstock.codec import context_digest
-from penstock.records import Attempt, End, Grade, Group, Node, Sampling, Sequence, Step, Task, make_rollout
+from penstock.records import End, Grade, Group, Node, Rollout, Sampling, Sequence, Step, Task, make_rollout
 from penstock.train.advantages.grpo import grpo
 from penstock.train.batches import pack
 from penstock.train.learner import Learner
@@ -23,7 +23,7 @@ def older(made: list[Sequence], factor: float) -> list[Sequence]:
 
 
 @pytest.mark.parametrize(("factor", "weight"), [(0.5, 0.5), (1.5, 1.5), (40.0, 2.0)])
-def test_the_gradient_of_stale_tokens_is_that_of_fresh_ones_times_their_capped_weight(factor: float, weight: float) -> None:
+def test_stale_gradient_is_fresh_times_capped_weight(factor: float, weight: float) -> None:
     decoder = make_decoder()
     learner, fresh = Learner(decoder, section(importance_cap=2.0)), on_policy(decoder, random_tree(0))
     assert compute(learner, fresh, limit=60, shared=True).metrics.importance == pytest.approx(1.0, abs=1e-5)
@@ -33,13 +33,13 @@ def test_the_gradient_of_stale_tokens_is_that_of_fresh_ones_times_their_capped_w
         torch.testing.assert_close(value, weight * plain[name], rtol=1e-3, atol=1e-6)
 
 
-def rollout_of(place: int, *replies: tuple[int, ...], reward: float) -> Attempt:
+def rollout_of(place: int, *replies: tuple[int, ...], reward: float) -> Rollout:
     """A conversation with a reply for each of these, every message one token."""
     rollout, nodes, steps, context = make_rollout("train-0", "t", place), list[Node](), list[Step](), list[int]()
     for index, reply in enumerate(replies):
         context += [9, *reply]
         parent = index - 1 if index else None
-        nodes.append(Node(rollout_id=rollout.id, id=index, parent=parent, token_ids=(9,), chain="", messages=()))
+        nodes.append(Node(rollout_id=rollout.id, id=index, parent=parent, token_ids=(9,), messages_digest="", messages=()))
         made = Step(
             rollout_id=rollout.id,
             index=index,
@@ -51,19 +51,19 @@ def rollout_of(place: int, *replies: tuple[int, ...], reward: float) -> Attempt:
             sampling=Sampling(),
             finish="stop",
             message={},
-            chain="",
-            context=context_digest(context),
+            messages_digest="",
+            context_digest=context_digest(context),
         )
         steps.append(made)
     grades = (Grade(rollout_id=rollout.id, reward=reward, source="test"),)
-    return Attempt(rollout=rollout, end=End.COMPLETED, nodes=tuple(nodes), steps=tuple(steps), grades=grades)
+    return Rollout(ref=rollout, end=End.COMPLETED, nodes=tuple(nodes), steps=tuple(steps), grades=grades)
 
 
-def group_of(*attempts: Attempt) -> Group:
-    return Group(id="train-0", seq=0, task=Task(id="t", prompt=()), channel="train", attempts=attempts)
+def group_of(*attempts: Rollout) -> Group:
+    return Group(id="train-0", seq=0, task=Task(id="t", prompt=()), channel="train", rollouts=attempts)
 
 
-def test_a_group_is_compared_by_its_rollouts_however_many_steps_each_took() -> None:
+def test_group_is_compared_by_its_rollouts_many_steps_each_took() -> None:
     group = group_of(
         rollout_of(0, (1,), reward=1.0), rollout_of(1, (2,), (3,), (4,), (5,), reward=0.0), rollout_of(2, (6,), reward=0.0)
     )
@@ -73,7 +73,7 @@ def test_a_group_is_compared_by_its_rollouts_however_many_steps_each_took() -> N
     assert [sum(s.trained) * s.weight for s in made] == [1.0, 1.0, 1.0]  # and each weighs the same
 
 
-def test_an_empty_reply_is_not_trained_and_no_row_is_padding() -> None:
+def test_empty_reply_is_not_trained_and_no_row_is_padding() -> None:
     group = group_of(rollout_of(0, (1, 2, 3), reward=1.0), rollout_of(1, (), reward=0.0), rollout_of(2, (4,), (), reward=0.0))
     result = sequences(group, grpo(group))
     assert result.counts["masked.empty"] == 2

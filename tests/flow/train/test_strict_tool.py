@@ -13,7 +13,7 @@ CONFIG = Path(__file__).parent / "strict_run/train.toml"
 
 
 @pytest.mark.slow
-def test_a_policy_learns_to_fill_the_schema_of_a_strict_tool(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_policy_learns_to_fill_schema_of_strict_tool(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert run(["train", str(CONFIG), "--set", f'run.folder="{tmp_path}"', "--json"]) == 0
     summary = json.loads(capsys.readouterr().out)
     steps = [json.loads(line) for line in (tmp_path / "strict/metrics.jsonl").read_text().splitlines()]

@@ -36,9 +36,9 @@ sys.exit(run(sys.argv[1:]))
 
 def conversation(a: int, b: int) -> dict[str, object]:
     call = f'<tool_call>\n{{"name": "multiply", "arguments": {{"a": {a}, "b": {b}}}}}\n</tool_call>'
-    told = {"role": "user", "content": f"<tool_response>\n{a * b}\n</tool_response>"}
+    reported = {"role": "user", "content": f"<tool_response>\n{a * b}\n</tool_response>"}
     replies = ({"role": "assistant", "content": text} for text in (call, str(a * b)))
-    return {"messages": [*tiny_task(a, b), next(replies), told, next(replies)]}
+    return {"messages": [*tiny_task(a, b), next(replies), reported, next(replies)]}
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +71,8 @@ def test_good_rollouts_are_taken_as_they_were_sampled():
         yield groups[2:]
 
     found = asyncio.run(good_rollouts(pages(), min_reward=1.0))
-    good = [attempt for group in groups for attempt in group.attempts if attempt.reward == 1.0]
-    assert 0 < len(good) < 32 and [each[0].rollout_id for each in found.conversations] == [one.rollout.id for one in good]
+    good = [attempt for group in groups for attempt in group.rollouts if attempt.reward == 1.0]
+    assert 0 < len(good) < 32 and [each[0].rollout_id for each in found.conversations] == [one.ref.id for one in good]
     assert found.left_out == {"reward below 1": 32 - len(good)}
     [only] = found.conversations[0]
     sampled = tuple(i for i, trained in zip(only.token_ids, only.trained, strict=True) if trained)
@@ -80,7 +80,7 @@ def test_good_rollouts_are_taken_as_they_were_sampled():
 
 
 def test_it_learns_and_writes_a_model_that_loads(tiny: Path, file: Path, tmp_path: Path):
-    examples, told = conversations(file, Renderer.load(tiny)), list[float]()
+    examples, reported = conversations(file, Renderer.load(tiny)), list[float]()
     control = train_supervised(
         *(tiny, tmp_path / "control", examples, TrainSection(lr=0.0)),
         **{"epochs": 4, "batch_size": 8, "seed": 0},
@@ -89,26 +89,26 @@ def test_it_learns_and_writes_a_model_that_loads(tiny: Path, file: Path, tmp_pat
     result = train_supervised(
         *(tiny, tmp_path / "warm", examples, TrainSection(lr=1e-3)),
         **{"epochs": 4, "batch_size": 8, "seed": 0},
-        on_update=lambda done, total, loss: told.append(loss),
+        on_update=lambda done, total, loss: reported.append(loss),
     )
-    assert (result.updates, len(told)) == (8, 8)
+    assert (result.updates, len(reported)) == (8, 8)
     assert result.last_loss < 0.7 * result.first_loss and control.last_loss > 0.9 * control.first_loss
     load_decoder(tmp_path / "warm")
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="already"):
         train_supervised(
             *(tiny, tmp_path / "warm", examples, TrainSection()), epochs=1, batch_size=8, seed=0, on_update=lambda *_: None
         )
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])
-def test_a_stopped_training_goes_on_to_the_same_weights(tiny: Path, file: Path, tmp_path: Path, method: str):
-    examples, told = conversations(file, Renderer.load(tiny)), list[str]()
+def test_stopped_training_continues_to_same_weights(tiny: Path, file: Path, tmp_path: Path, method: str):
+    examples, reported = conversations(file, Renderer.load(tiny)), list[str]()
     section, done = TrainSection.model_validate({"method": method, "lr": 1e-3}), list[int]()
 
     def train(out: str, **more: Any) -> SupervisedResult:
         return train_supervised(
             *(tiny, tmp_path / out, examples, section),
-            **{"epochs": 3, "batch_size": 8, "seed": 0, "tell": told.append, **more},
+            **{"epochs": 3, "batch_size": 8, "seed": 0, "tell": reported.append, **more},
             on_update=lambda number, total, loss: done.append(number),
         )
 
@@ -116,23 +116,23 @@ def test_a_stopped_training_goes_on_to_the_same_weights(tiny: Path, file: Path, 
     first = train("parts", stopped=lambda: len(done) == 6 + 4)
     assert (first.updates, first.updates_left) == (4, 2) and not (tmp_path / "parts").exists()
     second = train("parts")
-    assert (second.updates_before, second.updates, second.updates_left) == (4, 6, 0) and told == ["going on after update 4"]
+    assert (second.updates_before, second.updates, second.updates_left) == (4, 6, 0) and reported == ["going on after update 4"]
     assert (second.first_loss, second.last_loss) == (whole.first_loss, whole.last_loss)
     for name, weight in load_decoder(tmp_path / "whole").state_dict().items():
         assert torch.equal(weight, load_decoder(tmp_path / "parts").state_dict()[name]), name
     assert not (tmp_path / "parts.part").exists()
 
 
-def test_another_training_does_not_go_on_from_a_checkpoint(tiny: Path, file: Path, tmp_path: Path):
-    examples, told = conversations(file, Renderer.load(tiny)), list[str]()
+def test_another_training_does_not_continue_from_a_checkpoint(tiny: Path, file: Path, tmp_path: Path):
+    examples, reported = conversations(file, Renderer.load(tiny)), list[str]()
     for lr, stop in ((1e-3, True), (2e-3, False)):
         result = train_supervised(
             *(tiny, tmp_path / "warm", examples, TrainSection(lr=lr)),
-            **{"epochs": 1, "batch_size": 8, "seed": 0, "tell": told.append, "stopped": lambda stop=stop: stop},
+            **{"epochs": 1, "batch_size": 8, "seed": 0, "tell": reported.append, "stopped": lambda stop=stop: stop},
             on_update=lambda *_: None,
         )
     assert (result.updates_before, result.updates) == (0, 2)
-    [text] = told
+    [text] = reported
     assert "are not used (000001: it belongs to another run)" in text
 
 
@@ -158,7 +158,7 @@ def test_a_killed_command_is_taken_up_by_the_same_command(file: Path, tmp_path: 
 
 
 def test_nothing_to_learn_from_is_one_line(tiny: Path, tmp_path: Path):
-    with pytest.raises(ConfigError, match="no conversation to learn from"):
+    with pytest.raises(ConfigError, match="conversation"):
         train_supervised(
             *(tiny, tmp_path / "out", Examples([], {}), TrainSection()), epochs=1, batch_size=8, seed=0, on_update=lambda *_: None
         )
@@ -167,7 +167,7 @@ def test_nothing_to_learn_from_is_one_line(tiny: Path, tmp_path: Path):
 @pytest.mark.parametrize("line", ["[]", '{"prompt": 1}', "{", '{"messages": [1]}'])
 def test_a_line_that_is_no_conversation_is_named(tiny: Path, tmp_path: Path, line: str):
     (tmp_path / "bad.jsonl").write_text(f"{json.dumps(conversation(3, 5))}\n{line}\n")
-    with pytest.raises(ConfigError, match=r"bad\.jsonl, line 2: "):
+    with pytest.raises(ConfigError, match=r"bad\.jsonl"):
         conversations(tmp_path / "bad.jsonl", Renderer.load(tiny))
 
 
@@ -176,5 +176,7 @@ def test_the_command_says_what_it_learnt(file: Path, tmp_path: Path):
     given = ["sft", str(file), "--out", str(out), "--model", "tiny", "--epochs", "2", "--lr", "1e-3", "--json"]
     done = CliRunner().invoke(app, given)
     assert done.exit_code == 0, done.output
-    told = json.loads(done.stdout.splitlines()[-1])
-    assert told["conversations"] == 16 and told["last_loss"] < told["first_loss"] and (out / "model.safetensors").exists()
+    reported = json.loads(done.stdout.splitlines()[-1])
+    assert (
+        reported["conversations"] == 16 and reported["last_loss"] < reported["first_loss"] and (out / "model.safetensors").exists()
+    )

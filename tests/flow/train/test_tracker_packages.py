@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from async_cases import Watched
 
-from penstock.trackers.base import TrackedRun
-from penstock.trackers.tensorboard import TensorboardTracker
+from penstock.run.trackers.base import TrackedRun
+from penstock.run.trackers.tensorboard import TensorboardTracker
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]  # the warnings are theirs
 
@@ -54,7 +54,7 @@ def test_tensorboard(tmp_path: Path) -> None:
 
 
 @needs("tensorboardX", "tensorboard")
-def test_tensorboard_keeps_what_a_run_wrote_that_is_taken_up_within_the_second(tmp_path: Path) -> None:
+def test_tensorboard_keeps_events_of_a_quick_resume(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for step in range(1, 5):  # all in a second, or nearly

@@ -1,4 +1,4 @@
-"""`penstock verify`: a run whose tokens are exact is told so with numbers; one changed number is found, named and not trained."""
+"""`penstock verify`: a run whose tokens are exact is reported with numbers; one changed number is found, named and not trained."""
 
 import asyncio
 import hashlib
@@ -27,10 +27,10 @@ from penstock.pool.sqlite import SqlitePool
 from penstock.records import End, Group, Node, PlacedPicture, PolicyVersion, Sampling, Step, make_rollout
 from penstock.run.inputs import read_inputs
 from penstock.run.recorded_run import open_recorded_run
+from penstock.train.checkpoints import save
 from penstock.train.learner import Learner
-from penstock.train.policy import save
-from penstock.train.run import train
 from penstock.train.sequences import sequences
+from penstock.train.trainer import train
 from penstock.train.verify import TOLERANCES, verify
 
 
@@ -51,8 +51,8 @@ def run(made: Path, tmp_path: Path) -> Path:
 
 def command(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
     code = edge.run(["verify", *map(str, arguments)])
-    told = capsys.readouterr()
-    return code, told.out, told.err
+    reported = capsys.readouterr()
+    return code, reported.out, reported.err
 
 
 def found(capsys: pytest.CaptureFixture[str], run: Path, *arguments: str) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def named(result: dict[str, Any]) -> list[tuple[str, int, str]]:
     return [(finding["rollout_id"], finding["step"], finding["reason"]) for finding in result["findings"]]
 
 
-def test_an_exact_run_is_recomputed_under_every_version_and_found_exact(capsys, run):
+def test_exact_run_is_recomputed_under_every_version_and_found_exact(capsys, run):
     result = found(capsys, run)
     assert (result["status"], result["exact_token_rate"], result["findings"]) == ("exact", 1.0, [])
     assert (result["groups"], result["rollouts"], result["steps"], result["unhashed_tokens"]) == (3, 12, 36, 0)
@@ -77,7 +77,7 @@ def test_an_exact_run_is_recomputed_under_every_version_and_found_exact(capsys, 
 
 
 @pytest.mark.slow
-def test_a_run_trained_through_the_gateway_is_exact_from_the_first_token_to_the_last(capsys, tmp_path):
+def test_run_through_the_gateway_is_exact(capsys, tmp_path):
     settings = [f'run.folder="{tmp_path}"', "train.steps=2", "train.checkpoint_every=1", "rollout.groups_per_step=2"]
     config = load_config(Path(__file__).parents[2] / "helpers/tiny_run/train.toml", settings)
     asyncio.run(train(config, read_inputs(config, silent), listener=silent, stop=asyncio.Event()))
@@ -98,7 +98,7 @@ def test_the_verdict_is_on_stdout_and_progress_on_stderr(capsys, run):
     assert err == f"verifying {run}\n"
 
 
-def test_a_changed_id_breaks_its_context_and_that_of_what_follows(capsys, run):
+def test_changed_id_breaks_its_context_and_that_of_what_follows(capsys, run):
     alter(run, "train-0.1.1", 0, lambda step: replace(step, completion_ids=(*step.completion_ids[:-1], 39)))
     result = found(capsys, run)
     assert named(result) == [("train-0.1.1", index, "context_differs") for index in (0, 1, 2)]
@@ -115,9 +115,9 @@ def test_a_changed_id_is_not_trained_nor_what_follows(run):
     assert {sequence.rollout_id for sequence in result.sequences} == {"train-0.2.1"}
 
 
-def test_a_changed_id_without_a_digest_is_found_by_its_logprob(capsys, run):
+def test_changed_id_without_digest_is_found_by_its_logprob(capsys, run):
     for index in (0, 1, 2):
-        alter(run, "train-2.0.1", index, lambda step: replace(step, context=""))
+        alter(run, "train-2.0.1", index, lambda step: replace(step, context_digest=""))
     assert found(capsys, run)["status"] == "exact"
     alter(run, "train-2.0.1", 1, lambda step: replace(step, completion_ids=(39, *step.completion_ids[1:])))
     result = found(capsys, run)
@@ -136,7 +136,7 @@ def test_one_changed_logprob_is_named_with_its_token(capsys, run, place):
 
 
 @pytest.mark.parametrize("place", [2, 3])
-def test_greedy_tokens_and_those_of_an_unknown_choice_are_checked_by_the_plain_softmax(capsys, run, place):
+def test_greedy_tokens_are_checked_by_plain_softmax(capsys, run, place):
     def change(step: Step) -> Step:
         assert step.full_logprobs is not None
         return replace(step, kept=(), full_logprobs=(step.full_logprobs[0] - 0.01, *step.full_logprobs[1:]))
@@ -171,7 +171,7 @@ def test_a_reply_sampled_under_two_versions_is_recomputed_under_each(capsys, run
 
 
 def test_an_id_that_the_model_does_not_have_is_named(capsys, run):
-    alter(run, "train-0.0.1", 2, lambda step: replace(step, completion_ids=(10_000, *step.completion_ids[1:]), context=""))
+    alter(run, "train-0.0.1", 2, lambda step: replace(step, completion_ids=(10_000, *step.completion_ids[1:]), context_digest=""))
     assert ("train-0.0.1", 2, "bad_token") in named(found(capsys, run))
 
 
@@ -199,13 +199,13 @@ def test_a_tolerance_can_be_set(capsys, run):
     assert found(capsys, run, "--tolerance", "0")["status"] == "inexact"
 
 
-def test_a_run_in_half_precision_is_given_the_tolerance_of_that(capsys, made, run):
+def test_run_in_half_precision_is_given_tolerance_of_that(capsys, made, run):
     learner = Learner(make_decoder().bfloat16(), section())
     save(run / "checkpoints", PolicyVersion(number=2, step=2), learner, made.parent / "model")
     assert found(capsys, run)["tolerance"] == TOLERANCES["bfloat16"]
 
 
-def test_a_checkpoint_that_training_removes_meanwhile_is_gone_not_an_error(run):
+def test_checkpoint_that_training_removes_meanwhile_is_gone_not_error(run):
     def heard(done: int, total: int) -> None:
         shutil.rmtree(run / "checkpoints", ignore_errors=True)
 
@@ -217,7 +217,7 @@ def test_a_checkpoint_that_training_removes_meanwhile_is_gone_not_an_error(run):
     assert result["status"] == "exact" and set(result["gone"]) == {"1"}
 
 
-def test_a_run_that_goes_on_is_read_as_far_as_it_was_and_left_alone(made, run):
+def test_running_run_is_read_as_far_as_written(made, run):
     async def audit() -> tuple[int, int]:
         engine = open_engine(made.parent / "model", name="small", section=EngineSection(device="cpu"), seed=1)
         pool = SqlitePool(run)
@@ -237,9 +237,10 @@ def test_stopped_in_the_middle_it_lets_go_of_the_pool(capsys, run, monkeypatch):
     def stopped(*_: object) -> None:
         raise KeyboardInterrupt
 
+    before = set(threading.enumerate())
     monkeypatch.setattr("penstock.train.verify.VersionWeights.load", stopped)  # stands in for Ctrl-C while a pass is computed
     assert edge.run(["verify", str(run)]) == 130
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("penstock-pool")]
+    assert not [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("penstock-pool")]
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
@@ -269,7 +270,7 @@ def test_a_run_without_steps_is_refused_in_one_line(capsys, run):
     assert not (run / "pool.db").exists()
 
 
-def test_a_run_with_a_pool_in_memory_is_refused_in_one_line(capsys, run):
+def test_run_with_pool_in_memory_is_rejected_in_one_line(capsys, run):
     file = run / "config.json"
     settings = json.loads(file.read_text())
     settings["config"]["pool"]["name"] = "memory"
@@ -293,7 +294,9 @@ async def add_pictured(run: Path) -> None:
     digest = hashlib.sha256(PICTURE).hexdigest()
     seen = PlacedPicture(digest=digest, media_type="image/png", first=1, size=2, token=9)
     rollout = make_rollout("train-3", TASK.id, 0)
-    shown = Node(rollout_id=rollout.id, id=0, parent=None, token_ids=(1, 5, 5), chain="p", messages=TASK.prompt, pictures=(seen,))
+    shown = Node(
+        rollout_id=rollout.id, id=0, parent=None, token_ids=(1, 5, 5), messages_digest="p", messages=TASK.prompt, pictures=(seen,)
+    )
     step = Step(
         rollout_id=rollout.id,
         index=0,
@@ -305,8 +308,8 @@ async def add_pictured(run: Path) -> None:
         sampling=Sampling(),
         finish="stop",
         message={"role": "assistant", "content": "?"},
-        chain="q",
-        context=context_digest((1, 5, 5, 2, 3)),
+        messages_digest="q",
+        context_digest=context_digest((1, 5, 5, 2, 3)),
     )
     pool = SqlitePool(run)
     await pool.open_group(TASK, [rollout], seq=None)
@@ -315,9 +318,7 @@ async def add_pictured(run: Path) -> None:
     await pool.close()
 
 
-def test_tokens_after_a_picture_are_counted_and_not_recomputed_and_its_bytes_are_compared(
-    run: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_tokens_after_a_picture_are_counted_not_recomputed(run: Path, capsys: pytest.CaptureFixture[str]):
     before = found(capsys, run)
     asyncio.run(add_pictured(run))
     PictureStore(run).put(PICTURE)
@@ -331,7 +332,7 @@ def test_tokens_after_a_picture_are_counted_and_not_recomputed_and_its_bytes_are
     assert found(capsys, run)["inexact"] == {"picture_missing": 2}
 
 
-def test_a_run_of_a_model_of_pictures_is_unproven_and_says_why(run: Path, capsys: pytest.CaptureFixture[str]):
+def test_run_of_model_of_pictures_is_unproven_and_says_why(run: Path, capsys: pytest.CaptureFixture[str]):
     model = Path(json.loads((run / "config.json").read_text())["config"]["model"]["name"])
     config = (model / "config.json").read_text()
     try:

@@ -97,7 +97,7 @@ def compute(
 
 
 def plain_logprobs(decoder: Decoder, sequence: Sequence) -> Tensor:
-    """[tokens - 1]: of each token but the first, at its temperature, by a forward pass of the whole sequence by itself."""
+    """[tokens - 1]: of each token but the first, at its temperature, by a forward pass of the whole sequence on its own."""
     ids = torch.tensor([sequence.token_ids])
     hidden = decoder(ids, torch.arange(ids.shape[1]).unsqueeze(0), causal)[0, :-1]
     logits = decoder.logits(hidden) / torch.tensor(sequence.temperatures[1:]).unsqueeze(1)

@@ -20,7 +20,7 @@ from penstock.pool.base import Pool
 from penstock.pool.rows import column_names, encode_row
 from penstock.pool.sqlite import SqlitePool
 from penstock.records import End, Grade, Node, PolicyVersion, Sampling, Step, Task, make_rollout
-from penstock.train import policy
+from penstock.train import checkpoints
 from penstock.train.batches import pack
 from penstock.train.learner import Learner
 
@@ -65,11 +65,11 @@ async def add_group(pool: Pool, engine: Engine, seq: int) -> None:
     rollouts = [make_rollout(f"train-{seq}", TASK.id, place) for place in range(len(KINDS))]
     await pool.open_group(TASK, rollouts, seq=seq)
     for rollout, sampling in zip(rollouts, KINDS, strict=True):
-        root = Node(rollout_id=rollout.id, id=0, parent=None, token_ids=(1, 2, 3 + seq), chain="a", messages=TASK.prompt)
+        root = Node(rollout_id=rollout.id, id=0, parent=None, token_ids=(1, 2, 3 + seq), messages_digest="a", messages=TASK.prompt)
         first = await _reply(engine, root, sampling, index=0, before=())
         await pool.append(first, root)
         seen = root.token_ids + first.completion_ids
-        more = Node(rollout_id=rollout.id, id=1, parent=0, token_ids=(7, 8), chain="b", messages=(), reason=None)
+        more = Node(rollout_id=rollout.id, id=1, parent=0, token_ids=(7, 8), messages_digest="b", messages=(), reason=None)
         await pool.append(await _reply(engine, more, sampling, index=1, before=seen), more)
         await pool.append(await _reply(engine, more, sampling, index=2, before=seen), None)
         await pool.grade(Grade(rollout_id=rollout.id, reward=float(rollout.place), source="test"))
@@ -108,7 +108,7 @@ async def _sample(model: Path, run: Path, dtype: Literal["float32", "bfloat16"])
         await add_group(pool, engine, 1)
         learner.compute(pack(random_tree(0), rollouts=8, tokens_per_pass=60))
         await engine.swap(1, learner.apply)
-        policy.save(run / "checkpoints", PolicyVersion(number=1, step=1), learner, model)
+        checkpoints.save(run / "checkpoints", PolicyVersion(number=1, step=1), learner, model)
         await add_group(pool, engine, 2)
     finally:
         await engine.close()
@@ -129,7 +129,7 @@ async def _reply(engine: Engine, node: Node, sampling: Sampling, *, index: int, 
         sampling=sampling,
         finish="stop",
         message={"role": "assistant", "content": ""},
-        chain=f"c{index}",
+        messages_digest=f"c{index}",
     )
     async for part in engine.generate(prompt, sampling):
         step = replace(
@@ -142,12 +142,14 @@ async def _reply(engine: Engine, node: Node, sampling: Sampling, *, index: int, 
             finish=part.finish or "stop",
         )
     same = step.full_logprobs == step.logprobs
-    return replace(step, full_logprobs=None if same else step.full_logprobs, context=context_digest(prompt + step.completion_ids))
+    return replace(
+        step, full_logprobs=None if same else step.full_logprobs, context_digest=context_digest(prompt + step.completion_ids)
+    )
 
 
 async def _steps(run: Path, rollout_id: str) -> tuple[Step, ...]:
     pool = SqlitePool(run)
     try:
-        return (await pool.attempt(rollout_id)).steps
+        return (await pool.rollout(rollout_id)).steps
     finally:
         await pool.close()

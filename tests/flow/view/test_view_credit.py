@@ -5,7 +5,7 @@ from view_cases import Screens, make_run, write_scores
 
 
 def screens_of(tmp_path, advantage: str, *, scores: dict | None = None, settings: dict | None = None, **train) -> Screens:
-    """Of a run whose calls are graded each by itself: with 0, 1, 0, 1 in the places of a group."""
+    """Of a run whose calls are graded each alone: with 0, 1, 0, 1 in the places of a group."""
     section = {"advantage": advantage, "advantage_settings": settings or {}, **train}
     folder = make_run(tmp_path, model="tiny", train=section, by_call=True)
     if scores is None:
@@ -15,11 +15,11 @@ def screens_of(tmp_path, advantage: str, *, scores: dict | None = None, settings
     return Screens(folder)
 
 
-def credits_of(told: dict) -> dict[str, dict[int, float]]:
-    return {each["id"]: {call["call"]: call["mean"] for call in each["credits"]} for each in told["attempts"]}
+def credits_of(reported: dict) -> dict[str, dict[int, float]]:
+    return {each["id"]: {call["call"]: call["mean"] for call in each["credits"]} for each in reported["attempts"]}
 
 
-def test_credit_by_call_is_shown_with_the_group_the_rollout_and_the_tokens(tmp_path):
+def test_credit_by_call_is_shown_with_group_rollout_and_tokens(tmp_path):
     screens = screens_of(tmp_path, "rewards_to_go")
     found = screens.get("group", run="run", group="train-1")
     assert {each["level"] for each in found["attempts"]} == {"call"} and {each["advantage"] for each in found["attempts"]} == {None}
@@ -29,17 +29,17 @@ def test_credit_by_call_is_shown_with_the_group_the_rollout_and_the_tokens(tmp_p
         1: -0.5,
         2: 0.0,
     }
-    told = screens.get("rollout", run="run", rollout="train-1.1.1")
-    assert (told["credit"]["level"], [call["advantage"]["mean"] for call in told["calls"]]) == ("call", [1.0, 0.5, 0.0])
-    assert [call["mask"] for call in told["calls"]] == [None, None, "greedy"]
+    reported = screens.get("rollout", run="run", rollout="train-1.1.1")
+    assert (reported["credit"]["level"], [call["advantage"]["mean"] for call in reported["calls"]]) == ("call", [1.0, 0.5, 0.0])
+    assert [call["mask"] for call in reported["calls"]] == [None, None, "greedy"]
     assert [screens.get("tokens", run="run", rollout="train-1.1.1", call=call)["advantage"] for call in (0, 1)] == [1.0, 0.5]
 
 
-def test_a_call_without_credit_was_not_trained_though_its_neighbours_were(tmp_path):
+def test_call_without_credit_was_not_trained_though_its_neighbours_were(tmp_path):
     screens = screens_of(tmp_path, "turn_grpo", settings={"turn_weight": 1.0})
-    told = screens.get("rollout", run="run", rollout="train-1.1.1")
-    assert [round(call["advantage"]["mean"], 3) for call in told["calls"]] == [1.0, 1.0, 0.0]
-    assert [call["trained"] for call in told["calls"]] == [True, True, False]
+    reported = screens.get("rollout", run="run", rollout="train-1.1.1")
+    assert [round(call["advantage"]["mean"], 3) for call in reported["calls"]] == [1.0, 1.0, 0.0]
+    assert [call["trained"] for call in reported["calls"]] == [True, True, False]
 
 
 def test_credit_by_transcript_is_shown_by_call(tmp_path):
@@ -58,15 +58,15 @@ def test_credit_by_token_is_what_the_trainer_recorded(tmp_path):
         "token",
         [(0.125, -0.25, 0.5), (0.375, -0.25, 1.0)],
     )
-    told = screens.get("tokens", run="run", rollout="train-0.1.1", call=1)
-    assert (told["token_advantages"], told["advantage"], told["trained"]) == ([-0.25, 1.0], None, True)
+    reported = screens.get("tokens", run="run", rollout="train-0.1.1", call=1)
+    assert (reported["token_advantages"], reported["advantage"], reported["trained"]) == ([-0.25, 1.0], None, True)
 
 
 @pytest.mark.parametrize(
     ("advantage", "reason"),
     [("gae", "for each token"), ("reinforce_pp", "over all groups"), ("mine:of_groups", "a function of the run's own")],
 )
-def test_where_nothing_was_recorded_the_page_says_why_no_advantage_is_known(tmp_path, advantage, reason):
+def test_page_explains_missing_advantages(tmp_path, advantage, reason):
     screens = screens_of(tmp_path, advantage)
     [first, *_] = screens.get("group", run="run", group="train-1")["attempts"]
     assert (first["level"], first["credits"]) == ("", []) and reason in first["unknown"]
@@ -76,37 +76,37 @@ def test_where_nothing_was_recorded_the_page_says_why_no_advantage_is_known(tmp_
 @pytest.mark.parametrize("advantage", ["reinforce_pp", "mine:of_groups"])
 def test_one_recorded_number_for_all_calls_is_the_rollouts(tmp_path, advantage):
     screens = screens_of(tmp_path, advantage, scores={"steps": [[2, 0], [2, 1]]})
-    told = screens.get("rollout", run="run", rollout="train-0.1.1")
-    assert (told["credit"]["level"], told["credit"]["advantage"], told["credit"]["unknown"]) == ("rollout", 1.5, "")
+    reported = screens.get("rollout", run="run", rollout="train-0.1.1")
+    assert (reported["credit"]["level"], reported["credit"]["advantage"], reported["credit"]["unknown"]) == ("rollout", 1.5, "")
 
 
-def test_what_the_trainer_left_out_was_not_trained_whatever_the_rewards_say(tmp_path):
+def test_what_trainer_left_out_was_not_trained_whatever_rewards_say(tmp_path):
     halves = "ADQAuA=="  # two numbers
     scores = {"gap": halves, "entropy": halves, "advantages": [[2, 0.75]], "steps": [[2, 1]]}
-    told = screens_of(tmp_path, "rewards_to_go", scores=scores).get("rollout", run="run", rollout="train-0.1.1")
-    assert [call["mask"] for call in told["calls"]] == ["left_out", None, "greedy"]
-    assert told["calls"][1]["advantage"]["mean"] == 0.75
+    reported = screens_of(tmp_path, "rewards_to_go", scores=scores).get("rollout", run="run", rollout="train-0.1.1")
+    assert [call["mask"] for call in reported["calls"]] == ["left_out", None, "greedy"]
+    assert reported["calls"][1]["advantage"]["mean"] == 0.75
 
 
-def test_an_advantage_weighted_by_length_is_the_same_on_every_screen(tmp_path):
+def test_advantage_weighted_by_length_is_same_on_every_screen(tmp_path):
     screens = screens_of(tmp_path, "opo")
     found = {each["id"]: each["advantage"] for each in screens.get("group", run="run", group="train-1")["attempts"]}
-    told = screens.get("rollout", run="run", rollout="train-1.1.1")
-    assert told["credit"]["advantage"] == found["train-1.1.1"] == 1.0
+    reported = screens.get("rollout", run="run", rollout="train-1.1.1")
+    assert reported["credit"]["advantage"] == found["train-1.1.1"] == 1.0
     assert screens.get("step", run="run", step=1)["groups"][1]["rollouts"][0]["advantage"] is None  # it needs lengths
 
 
-def test_what_was_taken_off_for_length_is_taken_off_here_too(tmp_path):
+def test_what_was_taken_off_for_length_is_taken_off_here(tmp_path):
     screens = screens_of(tmp_path, "rewards_to_go", settings={"baseline": "none"}, overlong=[0, 10])
     found = screens.get("group", run="run", group="train-1")  # 5 tokens each: half of the penalty, at the last call
     assert credits_of(found)["train-1.1.1"] == {0: 1.5, 1: 0.5, 2: -0.5}
 
 
-def test_where_only_the_trainer_knows_the_reward_the_page_says_so(tmp_path):
+def test_where_only_trainer_knows_reward_page_reports_it(tmp_path):
     [first, *_] = screens_of(tmp_path, "dr_grpo", kl=0.1, kl_in="reward").get("group", run="run", group="train-1")["attempts"]
     assert first["advantage"] is None and "divergence" in first["unknown"]
 
 
-def test_recorded_columns_that_claim_more_than_they_hold_are_left_out(tmp_path):
+def test_columns_that_overstate_their_size_are_left_out(tmp_path):
     screens = screens_of(tmp_path, "gae", scores={"advantages": [[10**12, 1.0]]})
     assert screens.get("tokens", run="run", rollout="train-0.1.1", call=1)["token_advantages"] is None

@@ -39,47 +39,50 @@ def test_runs_are_listed_with_their_reward_and_status(screens):
 
 
 def test_a_run_shows_what_was_lost_and_why(screens):
-    told = screens.get("run", run="run")
-    assert told["lost"]["ends"] == {"agent_error": 1}
-    assert told["lost"]["masked"] == {"greedy": 24, HOSTILE: 3} and told["lost"]["breaks"] == {"history_edited": 28}
-    assert "temperature 0" in told["reasons"]["masked"]["greedy"] and "raised an error" in told["reasons"]["ends"]["agent_error"]
-    assert [(alarm["kind"], alarm["count"]) for alarm in told["alarm_counts"]] == [("rollout.forged", 1)]
-    assert [(each["step"], each["reward"]) for each in told["heldout"]] == [(0, 0.2), (2, 0.6)]
+    reported = screens.get("run", run="run")
+    assert reported["lost"]["ends"] == {"agent_error": 1}
+    assert reported["lost"]["masked"] == {"greedy": 24, HOSTILE: 3} and reported["lost"]["breaks"] == {"history_edited": 28}
+    assert (
+        "temperature 0" in reported["reasons"]["masked"]["greedy"]
+        and "raised an error" in reported["reasons"]["ends"]["agent_error"]
+    )
+    assert [(alarm["kind"], alarm["count"]) for alarm in reported["alarm_counts"]] == [("rollout.forged", 1)]
+    assert [(each["step"], each["reward"]) for each in reported["heldout"]] == [(0, 0.2), (2, 0.6)]
 
 
-def test_curves_have_an_interval_and_go_on_from_a_step(screens):
-    told = screens.get("metrics", run="run", after=1)
-    assert told["steps"] == [2, 3] and told["columns"]["entropy"] == [0.5, pytest.approx(1 / 3)]
-    assert told["columns"]["margin"][0] == pytest.approx(1.96 * 0.5345 / 8**0.5, rel=1e-3)  # of 0, 1, 0, 1, …
-    assert told["columns"]["length"] == [5.0, 5.0]
+def test_curves_have_an_interval_and_continue_from_a_step(screens):
+    reported = screens.get("metrics", run="run", after=1)
+    assert reported["steps"] == [2, 3] and reported["columns"]["entropy"] == [0.5, pytest.approx(1 / 3)]
+    assert reported["columns"]["margin"][0] == pytest.approx(1.96 * 0.5345 / 8**0.5, rel=1e-3)  # of 0, 1, 0, 1, …
+    assert reported["columns"]["length"] == [5.0, 5.0]
 
 
-def test_named_parts_of_the_reward_are_curves_that_begin_at_zero(tmp_path):
+def test_named_parts_of_reward_are_curves_that_begin_at_zero(tmp_path):
     make_run(tmp_path)
     line = {**metrics(4, []), "components/format": 0.25}
     RunFolder(tmp_path / "run", resumed=True).add_metrics(line)
-    told = Screens(tmp_path).get("metrics", run="run")
-    assert told["steps"] == [1, 2, 3, 4] and told["columns"]["components/format"] == [0.0, 0.0, 0.0, 0.25]
+    reported = Screens(tmp_path).get("metrics", run="run")
+    assert reported["steps"] == [1, 2, 3, 4] and reported["columns"]["components/format"] == [0.0, 0.0, 0.0, 0.25]
 
 
 def test_a_step_opens_its_groups_with_rewards_and_advantages(screens):
-    told = screens.get("step", run="run", step=1)
-    assert [group["id"] for group in told["groups"]] == ["train-0", "train-1"]
-    assert (told["last"], screens.get("step", run="run", step=3)["last"]) == (False, True)
-    second = told["groups"][1]["rollouts"]
+    reported = screens.get("step", run="run", step=1)
+    assert [group["id"] for group in reported["groups"]] == ["train-0", "train-1"]
+    assert (reported["last"], screens.get("step", run="run", step=3)["last"]) == (False, True)
+    second = reported["groups"][1]["rollouts"]
     assert [each["reward"] for each in second] == [0.0, 1.0, 0.0, 1.0]
     assert [round(each["advantage"], 3) for each in second] == [-1.0, 1.0, -1.0, 1.0]
     assert [each["tokens"] for each in second] == [5] * 4
 
 
 def test_a_group_shows_where_its_attempts_part(screens):
-    told = screens.get("group", run="run", group="train-1")
-    assert (told["state"], told["step"], told["parting"]) == ("trained", 1, 4)  # three of the prompt, one of the reply
-    assert {each["parts_at"] for each in told["attempts"]} == {0}
-    assert told["attempts"][0]["next"] != told["attempts"][1]["next"]
+    reported = screens.get("group", run="run", group="train-1")
+    assert (reported["state"], reported["step"], reported["parting"]) == ("trained", 1, 4)  # three of the prompt, one of the reply
+    assert {each["parts_at"] for each in reported["attempts"]} == {0}
+    assert reported["attempts"][0]["next"] != reported["attempts"][1]["next"]
 
 
-def test_a_rollout_says_why_it_got_its_reward_and_what_became_of_each_call(screens):
+def test_rollout_shows_its_reward_and_its_calls(screens):
     good = screens.get("rollout", run="run", rollout="train-0.1.1")
     assert (good["reward"], good["why"]) == (1.0, f"grader {HOSTILE} gave 1 to the whole rollout.")
     assert [(call["trained"], call["mask"]) for call in good["calls"]] == [(True, None), (True, None), (False, "greedy")]
@@ -100,7 +103,7 @@ def test_a_judges_note_is_shown_with_the_rollout(root):
     assert Screens(root).get("rollout", run="run", rollout="train-0.0.1")["note"] == "too short <b>"
 
 
-def test_a_note_of_a_grader_of_ones_own_is_shown_and_a_link_is_not_followed(root):
+def test_custom_grader_note_is_shown_and_links_not_followed(root):
     folder = root / "run" / "artifacts" / "train-1.1.1"
     folder.mkdir(parents=True)
     (folder / "note.txt").write_bytes(b"42 was expected \xff")
@@ -110,17 +113,17 @@ def test_a_note_of_a_grader_of_ones_own_is_shown_and_a_link_is_not_followed(root
     assert Screens(root).get("rollout", run="run", rollout="train-1.1.1")["note"] == ""
 
 
-def test_the_exact_request_of_a_call_has_all_messages_on_its_path(screens):
-    told = screens.get("call", run="run", rollout="train-0.1.1", call=1)
-    assert [message["role"] for message in told["request"]["messages"]] == ["user", "assistant", "tool"]
-    assert told["request"]["tools"][0]["function"]["name"] == HOSTILE
+def test_exact_request_of_call_has_all_messages_on_its_path(screens):
+    reported = screens.get("call", run="run", rollout="train-0.1.1", call=1)
+    assert [message["role"] for message in reported["request"]["messages"]] == ["user", "assistant", "tool"]
+    assert reported["request"]["tools"][0]["function"]["name"] == HOSTILE
 
 
 def test_tokens_carry_what_engine_and_trainer_recorded(screens):
-    told = screens.get("tokens", run="run", rollout="train-0.1.1", call=1)
-    assert told["ids"] == [1, 2, 3, 5, 7, 4, 5, 7] and told["sampled_by"] == [None, None, None, 0, 0, None, 1, 1]
-    assert (told["gap"], told["token_advantages"], told["trained"]) == ([0.125, 0.0], [1.5, 1.5], True)
-    assert told["logprobs"] == [-0.5, -0.5] and told["versions"] == [0, 0] and told["has_text"]
+    reported = screens.get("tokens", run="run", rollout="train-0.1.1", call=1)
+    assert reported["ids"] == [1, 2, 3, 5, 7, 4, 5, 7] and reported["sampled_by"] == [None, None, None, 0, 0, None, 1, 1]
+    assert (reported["gap"], reported["token_advantages"], reported["trained"]) == ([0.125, 0.0], [1.5, 1.5], True)
+    assert reported["logprobs"] == [-0.5, -0.5] and reported["versions"] == [0, 0] and reported["has_text"]
     without = screens.get("tokens", run="run", rollout="train-2.1.1", call=0)
     assert without["gap"] is None and without["entropy"] is None and round(without["advantage"], 3) == 1.0
     broken = screens.get("tokens", run="run", rollout="train-0.1.1", call=2)
@@ -128,10 +131,10 @@ def test_tokens_carry_what_engine_and_trainer_recorded(screens):
 
 
 def test_the_timeline_has_agents_graders_trainer_and_publications(screens):
-    told = screens.get("timeline", run="run")
-    lanes = [span["lane"] for span in told["spans"]]
+    reported = screens.get("timeline", run="run")
+    lanes = [span["lane"] for span in reported["spans"]]
     assert lanes.count("agents") == 28 and lanes.count("graders") == 28 and lanes.count("publications") == 3
-    assert [span["name"] for span in told["spans"] if span["lane"] == "trainer"][:2] == [
+    assert [span["name"] for span in reported["spans"] if span["lane"] == "trainer"][:2] == [
         "waits for groups of step 1",
         "update of step 1",
     ]
@@ -142,34 +145,37 @@ def test_times_in_which_neither_engine_nor_trainer_works_are_idle(tmp_path):
     (tmp_path / "events.jsonl").write_text(
         "".join(json.dumps({"time": at, "kind": kind, "step": 1}) + "\n" for kind, at in times.items())
     )
-    told = timeline(tmp_path, None, until=None)
-    assert [(span["start"], span["end"]) for span in told["spans"] if span["lane"] == "idle"] == [(100.0, 104.0), (106.0, 110.0)]
-    assert (told["busy"]["trainer"], told["busy"]["idle"]) == (pytest.approx(0.2), pytest.approx(0.8))
+    reported = timeline(tmp_path, None, until=None)
+    assert [(span["start"], span["end"]) for span in reported["spans"] if span["lane"] == "idle"] == [
+        (100.0, 104.0),
+        (106.0, 110.0),
+    ]
+    assert (reported["busy"]["trainer"], reported["busy"]["idle"]) == (pytest.approx(0.2), pytest.approx(0.8))
 
 
 def test_the_pool_grows_by_what_each_step_adds(screens):
-    told = screens.get("metrics", run="run")["columns"]
-    assert (told["total_rollouts"], told["total_tokens"]) == ([8, 16, 24], [40, 80, 120])
+    reported = screens.get("metrics", run="run")["columns"]
+    assert (reported["total_rollouts"], reported["total_tokens"]) == ([8, 16, 24], [40, 80, 120])
 
 
-def test_the_pool_shows_the_ledger_and_that_each_group_is_in_it_once(screens):
-    told = screens.get("pool", run="run")
-    assert told["check"] == {"lines": 6, "groups": 6, "trained": 6, "is_exact": True}
-    assert [line["group_id"] for line in told["ledger"]] == [f"train-{n}" for n in (5, 4, 3, 2, 1, 0)]
+def test_pool_shows_each_group_once_in_the_ledger(screens):
+    reported = screens.get("pool", run="run")
+    assert reported["check"] == {"lines": 6, "groups": 6, "trained": 6, "is_exact": True}
+    assert [line["group_id"] for line in reported["ledger"]] == [f"train-{n}" for n in (5, 4, 3, 2, 1, 0)]
 
 
-def test_what_was_not_done_as_asked_is_shown_of_runs_and_evaluations(screens):
+def test_notices_of_runs_and_evaluations_are_shown(screens):
     assert screens.get("run", run="run")["lost"]["notices"] == {f"ignored:{HOSTILE}": 1}
     listed = {each["id"]: each["notices"] for each in screens.get("evals")["evaluations"]}
     assert listed["before"] == {"finish:length": 2, f"ignored:{HOSTILE}": 1}
 
 
 def test_evaluations_are_compared_by_task_worst_regression_first(screens):
-    told = screens.get("evals", runs="before,after")
-    assert [(row["task"], row["change"]) for row in told["rows"]] == [("task-0", -1.0), ("task-1", 0.5)]
-    assert [row["prompt"] for row in told["rows"]] == [f"0 {HOSTILE}", f"1 {HOSTILE}"]
-    paired = told["columns"][1]["paired"]
-    assert (paired["value"], told["columns"][1]["shared"]) == (-0.25, 2)
+    reported = screens.get("evals", runs="before,after")
+    assert [(row["task"], row["change"]) for row in reported["rows"]] == [("task-0", -1.0), ("task-1", 0.5)]
+    assert [row["prompt"] for row in reported["rows"]] == [f"0 {HOSTILE}", f"1 {HOSTILE}"]
+    paired = reported["columns"][1]["paired"]
+    assert (paired["value"], reported["columns"][1]["shared"]) == (-0.25, 2)
 
 
 def test_long_texts_are_cut_and_say_so(screens):
@@ -203,7 +209,7 @@ def test_bad_input_is_refused_with_a_reason(screens, path, status):
     assert answer.status_code == status and answer.json()["error"]["message"]
 
 
-def test_other_names_and_other_sites_are_refused_and_pages_have_a_strict_policy(screens):
+def test_other_hosts_are_rejected_and_policy_is_strict(screens):
     assert screens.ask("/api/runs", headers={"host": "evil.example"}).status_code == 421
     assert screens.ask("/api/runs", headers={"origin": "https://evil.example"}).status_code == 403
     assert screens.ask("/api/runs", headers={"sec-fetch-site": "cross-site"}).status_code == 403
@@ -220,7 +226,7 @@ def test_with_a_token_nothing_is_read_without_it(root):
     assert closed.ask("/api/runs", headers={"authorization": "Bearer the token"}).status_code == 200
 
 
-def test_a_single_run_shows_no_other_beside_it(root):
+def test_single_run_shows_no_other_next_to_it(root):
     one = Screens(root / "run")
     assert [run["id"] for run in one.get("runs")["runs"]] == ["run"]
     assert one.ask("/api/run", run="before").status_code == 404
@@ -258,7 +264,7 @@ import os, sys
 sys.path.append(sys.argv[2])
 import view_cases
 from pathlib import Path
-from penstock.pool.sql.pool import SqlPool
+from penstock.pool.sql_pool import SqlPool
 async def no_close(self): pass
 SqlPool.close = no_close
 view_cases.make_run(Path(sys.argv[1]), finished=False)
@@ -266,27 +272,27 @@ os._exit(9)
 """
 
 
-def test_a_crashed_run_is_read_with_what_its_log_holds_also_from_a_copy(tmp_path):
+def test_crashed_run_is_read_from_its_log(tmp_path):
     helpers = str(Path(__file__).parents[2] / "helpers")
     done = subprocess.run([sys.executable, "-c", CRASH, str(tmp_path), helpers], capture_output=True, text=True, timeout=120)
     assert done.returncode == 9, done.stderr
     assert (tmp_path / "run" / "pool.db-wal").stat().st_size > 0
     os.utime(tmp_path / "run" / "events.jsonl", (1, 1))
     for place in (tmp_path / "run", Path(shutil.copytree(tmp_path / "run", tmp_path / "copy"))):
-        told = Screens(place).get("run", run=place.name)
-        assert (told["status"], told["stats"]["groups_trained"], told["step"]) == ("interrupted", 6, 3)
+        reported = Screens(place).get("run", run=place.name)
+        assert (reported["status"], reported["stats"]["groups_trained"], reported["step"]) == ("interrupted", 6, 3)
     assert (tmp_path / "run" / "pool.db-wal").stat().st_size > 0
 
 
-def test_a_torn_and_a_damaged_line_of_metrics_are_left_out_and_counted(tmp_path):
+def test_damaged_metrics_lines_are_left_out_and_counted(tmp_path):
     folder = make_run(tmp_path)
     lines = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     (folder / "metrics.jsonl").write_bytes(lines[0] + lines[1].replace(b'"reward":0.5', b'"reward":0.9') + lines[2][:50])
-    told = Screens(folder).get("run", run="run")
-    assert (told["step"], told["damaged"]) == (1, 1)
+    reported = Screens(folder).get("run", run="run")
+    assert (reported["step"], reported["damaged"]) == (1, 1)
 
 
-def test_a_run_that_grows_is_read_on_and_one_that_is_replaced_is_read_again(tmp_path):
+def test_growing_run_is_read_on_and_replaced_one_again(tmp_path):
     folder = make_run(tmp_path)
     screens, file = Screens(folder), folder / "metrics.jsonl"
     whole = file.read_bytes()

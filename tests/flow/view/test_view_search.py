@@ -11,9 +11,10 @@ from view_cases import make_run
 
 from penstock.config import RunConfig
 from penstock.pool import POOLS
-from penstock.pool.sql.sqlite import open_database
-from penstock.records import End, Grade, Node, Sampling, Step, Task, make_rollout
+from penstock.pool.sqlite import open_database
+from penstock.records import End, Grade, Task, make_rollout
 from penstock.run.folder import open_run_folder
+from penstock.testing import make_node, make_step
 from penstock.view.search import find_in_record, search_page
 
 
@@ -24,7 +25,7 @@ def root(tmp_path_factory) -> Path:
     return root
 
 
-def test_words_are_found_in_tasks_requests_and_replies_and_lead_to_the_rollout(root):
+def test_search_finds_tasks_requests_and_replies(root):
     screens = Screens(root)
     replies = screens.get("search", run="run", text="ANSWER 3")
     assert [each["rollout_id"] for each in replies["found"]][:2] == ["train-6.3.1", "train-5.3.1"]  # the newest first
@@ -50,7 +51,7 @@ def test_a_search_without_words_is_refused(root):
     assert Screens(root).ask("/api/search", run="run", text="x" * 1001).status_code == 400
 
 
-def test_a_page_ends_when_its_time_is_up_and_the_next_goes_on_from_there(root):
+def test_page_ends_at_its_deadline_and_the_next_continues(root):
     with closing(open_database(root / "run" / "pool.db")) as database:
         before, found, pages = 10**9, [], 0
         while before is not None:
@@ -60,14 +61,14 @@ def test_a_page_ends_when_its_time_is_up_and_the_next_goes_on_from_there(root):
         assert pages == 7 and len({each.rollout_id for each in found}) == len(found) == 7
 
 
-def test_a_text_is_shown_with_what_stands_around_it_and_quotes_are_no_obstacle():
+def test_found_text_is_shown_in_context():
     record = json.dumps({"message": {"role": "assistant", "content": 'a "quoted"\nÜBER word ' + "x" * 500}}, ensure_ascii=False)
     assert find_in_record(record.encode(), '"QUOTED"\nüber')[:2] == ("a ", '"quoted"\nÜBER')
     assert len(find_in_record(record.encode(), "word")[2]) == 80
 
 
 def make_team(root: Path) -> None:
-    """Two rollouts in which a planner and an executor were asked; each has a grade of its own transcript."""
+    """Two rollouts in which a planner and an executor were asked; each has its own grade transcript."""
     (root / "tasks.jsonl").write_text('{"prompt": "x"}\n')
     tree = {
         "run": {"name": "team", "folder": str(root)},
@@ -85,19 +86,15 @@ def make_team(root: Path) -> None:
         await pool.open_group(task, rollouts, seq=0)
         for place, rollout in enumerate(rollouts):
             for index, policy in enumerate(("planner", "executor")):
-                node = Node(rollout_id=rollout.id, id=index, parent=None, token_ids=(1,), chain=policy, messages=task.prompt)
-                step = Step(
-                    rollout_id=rollout.id,
-                    index=index,
-                    node=index,
+                node = make_node(rollout.id, index, (1,), messages_digest=policy, messages=task.prompt)
+                step = make_step(
+                    rollout.id,
+                    index,
+                    (2,),
                     transcript=policy,
-                    completion_ids=(2,),
                     logprobs=(-1.0,),
-                    versions=(0,),
-                    sampling=Sampling(),
-                    finish="stop",
                     message={"role": "assistant", "content": "x"},
-                    chain=f"{policy}.",
+                    messages_digest=f"{policy}.",
                     policy=policy,
                 )
                 await pool.append(step, node)
@@ -125,6 +122,6 @@ def test_each_trained_policy_has_its_own_advantages_and_masks(tmp_path):
     ]
 
 
-def test_a_group_of_a_run_with_one_policy_has_no_policies(root):
+def test_group_of_run_with_one_policy_has_no_policies(root):
     [first, *_] = Screens(root).get("group", run="run", group="train-1")["attempts"]
     assert first["policies"] == {} and first["advantage"] is not None

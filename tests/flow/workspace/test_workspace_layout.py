@@ -6,8 +6,8 @@ import pytest
 from workspace_cases import EVAL, made_workspace
 
 from penstock.errors import ConfigError, DatasetError
-from penstock.workspace.layout import Workspace, find_workspace, workspace_of
-from penstock.workspace.opening import load_run_config
+from penstock.run.config_file import load_run_config
+from penstock_controller.workspace import Workspace, find_workspace, workspace_of
 
 
 @pytest.fixture
@@ -28,30 +28,30 @@ def refusal(file, kind="eval"):
     return refused.value
 
 
-def test_a_workspace_is_found_from_any_folder_below_and_needs_all_its_folders(workspace):
+def test_workspace_is_found_from_below_if_complete(workspace):
     assert find_workspace(workspace / "rollouts/multiply") == Workspace(workspace)
     assert Workspace(workspace).rollouts() == ["multiply"]
     (workspace / "configs/training/multiply.toml").unlink()
     (workspace / "configs/training").rmdir()
     assert find_workspace(workspace / "rollouts") is None
     assert Workspace(workspace).missing() == ["configs/training"]
-    with pytest.raises(ConfigError, match="penstock doctor --fix"):
+    with pytest.raises(ConfigError, match="doctor"):
         workspace_of(workspace)
 
 
-def test_a_dataset_is_a_name_or_a_path_and_never_one_of_two(workspace):
+def test_dataset_is_a_name_or_path_and_unambiguous(workspace):
     found = Workspace(workspace)
     (workspace / "data/other.csv").write_text("prompt\nhi\n")
     assert found.dataset("multiply") == found.dataset("data/multiply.jsonl") == found.dataset("multiply.jsonl")
     assert found.dataset(str(workspace / "data/other.csv")).name == "other.csv"
-    with pytest.raises(DatasetError, match="there are multiply, other"):
+    with pytest.raises(DatasetError, match="multiply"):
         found.dataset("absent")
     (workspace / "data/multiply.csv").write_text("prompt\nhi\n")
-    with pytest.raises(DatasetError, match="several files"):
+    with pytest.raises(DatasetError, match="several"):
         found.dataset("multiply")
 
 
-def test_an_experiment_is_opened_with_the_datasets_rows_and_our_overrides(workspace, monkeypatch):
+def test_experiment_is_opened_with_overrides(workspace, monkeypatch):
     monkeypatch.chdir(workspace / "rollouts")
     trained = load_run_config(workspace / "configs/training/multiply.toml", ["train.lr=0.5"], "train")
     assert (trained.train.steps, trained.train.lr, trained.run.name) == (16, 0.5, "multiply")  # 32 rows in steps of 2
@@ -65,12 +65,12 @@ def test_a_file_of_our_own_form_is_opened_as_ever(workspace):
     assert load_run_config(workspace / "penstock.toml", ["train.steps=3"], "train").train.steps == 3
 
 
-def test_an_endpoint_in_a_file_of_our_own_form_cannot_be_trained_either(workspace):
+def test_endpoint_in_a_run_config_cannot_be_trained(workspace):
     (workspace / "penstock.toml").write_text('[dataset]\ntrain = "x.jsonl"\n[engine]\nname = "openai"\nurl = "http://h/v1"\n')
     assert "no weights to train" in str(refusal(workspace / "penstock.toml", "train"))
 
 
-def test_what_the_agent_needs_in_its_environment_is_set_or_asked_for(workspace, monkeypatch):
+def test_environment_of_the_agent_is_set_or_required(workspace, monkeypatch):
     monkeypatch.setenv("WS_PLACE", "before")
     monkeypatch.delenv("WS_KEY", raising=False)
     file = edited(workspace, "[secrets]\nrequired = []", '[env]\nWS_PLACE = "here"\n[secrets]\nrequired = ["WS_KEY"]')
@@ -81,7 +81,7 @@ def test_what_the_agent_needs_in_its_environment_is_set_or_asked_for(workspace, 
     assert os.environ["WS_PLACE"] == "here"
 
 
-def test_missing_secrets_and_a_missing_dataset_are_told_together(workspace, monkeypatch):
+def test_missing_secrets_and_dataset_are_reported_together(workspace, monkeypatch):
     monkeypatch.delenv("WS_KEY", raising=False)
     file = edited(
         workspace,
@@ -91,7 +91,7 @@ def test_missing_secrets_and_a_missing_dataset_are_told_together(workspace, monk
     assert [issue.key for issue in refusal(file).issues] == ["secrets.required", "experiment.dataset"]
 
 
-def test_keys_that_change_nothing_are_told_to_whoever_listens(workspace):
+def test_keys_without_effect_reach_the_listener(workspace):
     heard = []
     load_run_config(edited(workspace, "[secrets]", "[advanced]\ngpu = 8\n[secrets]"), (), "eval", warn=heard.append)
     assert len(heard) == 1 and "advanced.gpu is kept with the run" in heard[0]

@@ -1,14 +1,13 @@
-"""docs/workspace.md: its example is a file that can be read, and it names every key and template with its default."""
+"""docs/scale.md: its example is a file that can be read, and it names every key and template with its default."""
 
 import re
 import tomllib
 from pathlib import Path
 
-from penstock.workspace.experiment import read_experiment
-from penstock.workspace.scaffold import TEMPLATES
-from penstock.workspace.sections import EvalFile, TrainFile
+from penstock.cli.scaffold import TEMPLATES
+from penstock_controller.experiment import EvalFile, TrainFile, read_experiment
 
-PAGE = (Path(__file__).parents[3] / "docs/workspace.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs/scale.md").read_text().partition("## Workspaces")[2]
 
 
 def test_the_example_is_an_experiment_file():

@@ -10,11 +10,12 @@ from workspace_cases import made_workspace
 
 from penstock.cli.app import run
 from penstock.errors import ConfigError, DatasetError
-from penstock.workspace.opening import load_run_config
-from penstock.workspace.preflight import check_project
+from penstock.run.config_file import load_run_config
+from penstock.run.preflight import check_project
+from penstock.train.algorithm import check_algorithm
 
 FLOW = """
-from penstock.sdk.flow import SingleStepSingleTurnAgentFlow, register
+from penstock_compat.flow import SingleStepSingleTurnAgentFlow, register
 
 @register("once")
 class Once(SingleStepSingleTurnAgentFlow):
@@ -35,17 +36,17 @@ def opened(workspace, *overrides, kind="eval"):
 
 def refused(config):
     with pytest.raises(ConfigError) as caught:
-        check_project(config, "multiply.toml")
+        check_project(config, "multiply.toml", check_algorithm)
     return caught.value
 
 
-def test_a_project_in_which_all_is_right_passes_and_is_left_alone(workspace):
+def test_valid_project_passes_unchanged(workspace):
     before = sorted(workspace.rglob("*"))
-    check_project(opened(workspace), "multiply.toml")
+    check_project(opened(workspace), "multiply.toml", check_algorithm)
     assert [path for path in sorted(workspace.rglob("*")) if "__pycache__" not in path.parts] == before
 
 
-def test_problems_of_every_part_are_told_at_once(workspace):
+def test_problems_of_every_part_are_reported_together(workspace):
     (workspace / "rollouts/multiply/main.py").write_text("import no_such_module_at_all\n")
     (workspace / "data/multiply.jsonl").write_text('{"user_prompt": "3*7"}\n{\n[]\n')
     with socket.socket() as taken:
@@ -78,10 +79,10 @@ def test_the_code_of_the_agent_is_not_loaded_here(workspace):
 def test_rows_of_flows_need_no_prompt(workspace):
     (workspace / "rollouts/multiply/main.py").write_text(FLOW)
     (workspace / "data/multiply.jsonl").write_text('{"question": "3*7"}\n')
-    check_project(opened(workspace, "workflow={}"), "multiply.toml")
+    check_project(opened(workspace, "workflow={}"), "multiply.toml", check_algorithm)
 
 
-def test_servers_and_hubs_that_cannot_be_reached_are_told(workspace, monkeypatch):
+def test_unreachable_servers_and_hubs_are_reported(workspace, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert "hf:no/such" in str(refused(opened(workspace, "model.name=hf:no/such")))
@@ -91,14 +92,14 @@ def test_servers_and_hubs_that_cannot_be_reached_are_told(workspace, monkeypatch
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [["eval", "run", "configs/eval/multiply.toml"], ["train", "configs/training/multiply.toml"]])
-def test_a_dry_run_tells_of_one_rollout_and_leaves_nothing_behind(workspace, monkeypatch, capsys, command):
+def test_dry_run_reports_one_rollout_and_leaves_nothing(workspace, monkeypatch, capsys, command):
     scratch = workspace.parent / "scratch"
     scratch.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))  # read once for each process, so a variable would come too late
     monkeypatch.chdir(workspace)
     assert run([*command, "--dry-run", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["status"], told["steps"] in (1, 2), told["tokens"] > 0, told["reward"] in (0.0, 1.0)) == (
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["status"], answer["steps"] in (1, 2), answer["tokens"] > 0, answer["reward"] in (0.0, 1.0)) == (
         "completed",
         True,
         True,
@@ -110,7 +111,7 @@ def test_a_dry_run_tells_of_one_rollout_and_leaves_nothing_behind(workspace, mon
 
 
 @pytest.mark.slow
-def test_a_dry_run_of_an_agent_that_fails_says_why_and_fails(workspace, monkeypatch, capsys):
+def test_dry_run_of_a_failing_agent_fails_with_reason(workspace, monkeypatch, capsys):
     code = (workspace / "rollouts/multiply/main.py").read_text()
     (workspace / "rollouts/multiply/main.py").write_text(code.replace("client = ctx.openai()", "raise RuntimeError('no luck')"))
     monkeypatch.chdir(workspace)
@@ -119,7 +120,7 @@ def test_a_dry_run_of_an_agent_that_fails_says_why_and_fails(workspace, monkeypa
     assert "agent_error" in out and "no luck" in out and "next" not in out
 
 
-def test_bad_input_to_a_command_is_a_line_for_each_problem(workspace, monkeypatch, capsys):
+def test_bad_input_prints_one_line_per_problem(workspace, monkeypatch, capsys):
     monkeypatch.chdir(workspace)
     Path("configs/eval/multiply.toml").write_text('[experiment]\nrollout = "multiply"\nentry = "main.py"\n')
     assert run(["eval", "run", "configs/eval/multiply.toml"]) == 2

@@ -18,7 +18,7 @@ def open_engine(folder: Path, *, name: str, **_: Any) -> ScriptedEngine:
 
 
 def open_endless(folder: Path, *, name: str, **_: Any) -> ScriptedEngine:
-    """It ends no reply by itself."""
+    """It ends no reply on its own."""
     tokenizer = Tokenizer.load(folder)
     words = ScriptedReply(ids=tokenizer.encode("on and on ") * 1000, finish="length")
     return ScriptedEngine(lambda _: words, tokenizer, model=name, context_length=2048, chunk=64)

@@ -151,7 +151,7 @@ def test_malformed_calls_are_text_to_the_letter(form, said, eager):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_call_that_never_ends_is_text_or_for_an_eager_reader_a_call(form):
+def test_unfinished_call_is_text_unless_read_eagerly(form):
     cut = FORMS[form].call.partition("6")[0]
     assert parse(parser(form), cut) == ("", cut, [])
     eager = parse(parser(form, eager=True), cut)
@@ -267,9 +267,9 @@ def test_each_template_is_recognised():
         ("pythonic", "[func_name1(params_name1=params_value1, params_name2=params_value2...)]"),
     ],
 )
-def test_forms_of_one_family_are_told_apart(form, template):
+def test_forms_of_one_family_are_distinguished(form, template):
     assert [name for name in TOOL_FORMATS if TOOL_FORMATS.load(name)().matches(template)] == [form]
 
 
-def test_no_form_takes_a_template_that_writes_otherwise_inside_the_same_tags():
+def test_no_form_takes_template_that_writes_otherwise_inside_same_tags():
     assert not any(TOOL_FORMATS.load(name)().matches("<tool_call>{name}\n<arg_key>") for name in TOOL_FORMATS)

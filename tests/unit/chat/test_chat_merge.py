@@ -19,7 +19,7 @@ CLAUDE = [
 @pytest.mark.parametrize("talk", [CODEX, CLAUDE])
 @pytest.mark.parametrize("tools", [(), PROBE_TOOLS])
 @pytest.mark.parametrize("name", template_cases.FAMILIES)
-def test_how_coding_agents_begin_is_taken_by_every_template_and_nothing_is_left_out(name, tools, talk):
+def test_every_template_accepts_openings_of_coding_agents(name, tools, talk):
     renderer = template_cases.renderer(name)
     text = renderer.tokenizer.decode(renderer.root(talk, tools))
     places = [text.find(message["content"]) for message in talk]

@@ -41,7 +41,7 @@ def ids_of(model, text):
     return model.tokenizer.encode(text)
 
 
-def test_harmony_ends_a_reply_at_its_own_tokens_and_shows_none_of_them():
+def test_harmony_ends_reply_at_tokens_and_shows_none_of_them():
     model = renderer("harmony")
     token = model.tokenizer.core.token_to_id
     assert {token("<|return|>"), token("<|call|>")} <= set(model.stop_ids)
@@ -62,7 +62,7 @@ def test_special_tokens_that_are_no_markup_are_not_shown():
     assert read(renderer("qwen3"), ids_of(renderer("qwen3"), "a<|im_start|>b<tool_call>")) == ("", "ab<tool_call>", [])
 
 
-def test_a_prompt_that_opens_the_reasoning_has_its_reply_begin_inside_it():
+def test_prompt_that_opens_reasoning_has_its_reply_begin_inside_it():
     model = renderer("deepseek r1")
     ids = ids_of(model, "Six sevens.\n</think>\n\nIt is 42.")
     asked = model.root([USER])
@@ -104,7 +104,7 @@ def test_reasoning_of_a_tool_loop_goes_back_to_the_template():
         assert "Six sevens." in renderer(name).tokenizer.decode(ids)
 
 
-def test_ids_of_calls_fit_the_template_and_results_still_find_them():
+def test_ids_of_calls_fit_template_and_results_still_find_them():
     talk = [
         USER,
         {"role": "assistant", "content": "", "tool_calls": CALLS},
@@ -118,7 +118,7 @@ def test_ids_of_calls_fit_the_template_and_results_still_find_them():
     assert Mistral().prepare(plain) == plain
 
 
-def test_several_calls_are_told_one_at_a_time_where_the_template_takes_one():
+def test_several_calls_are_rendered_one_at_a_time():
     reply = {"role": "assistant", "content": "Hm.", "tool_calls": CALLS}
     results = [{"role": "tool", "tool_call_id": call["id"], "content": call["id"]} for call in CALLS]
     plain = Llama().prepare([USER, reply, *results, USER])
@@ -130,7 +130,7 @@ def test_several_calls_are_told_one_at_a_time_where_the_template_takes_one():
     assert model.extend({**reply, "content": "", "tool_calls": CALLS[:1]}, results[:1], last_id=None, tools=True, thought=False)
 
 
-def test_reasoning_beside_text_and_a_call_is_dropped_where_the_template_takes_one_of_them():
+def test_reasoning_is_dropped_where_templates_take_one_part():
     reply = {"role": "assistant", "content": "I ask.", "reasoning_content": "Hm.", "tool_calls": CALLS[:1]}
     assert "reasoning_content" not in Harmony().prepare([reply])[0]
     assert renderer("harmony").root([USER, reply, {"role": "tool", "content": "42"}], TOOLS)

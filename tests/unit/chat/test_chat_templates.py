@@ -42,7 +42,7 @@ def test_text_and_ids_equal_those_of_transformers(tmp_path, template, tools, gen
 
 def test_a_template_that_refuses_says_why():
     template = ChatTemplate(ALTERNATING, {})
-    with pytest.raises(RenderError, match="roles must alternate"):
+    with pytest.raises(RenderError, match="alternate"):
         template.render([TALK[0], TALK[0]], generate=True)
 
 
@@ -53,7 +53,7 @@ def test_a_hostile_template_is_refused_not_run(attack):
 
 
 def test_a_template_with_a_syntax_error_is_a_model_error():
-    with pytest.raises(ModelError, match="cannot be compiled"):
+    with pytest.raises(ModelError, match="compiled"):
         ChatTemplate("{% if %}", {})
 
 
@@ -81,7 +81,7 @@ def test_reasoning_has_both_the_names_that_templates_use():
         ({"content": "hm</think>x"}, True),
     ],
 )
-def test_a_reply_reasons_in_its_own_field_or_in_its_text(message, expected):
+def test_reply_reasons_in_its_own_field_or_in_its_text(message, expected):
     assert has_reasoning({"role": "assistant", **message}) is expected
 
 
@@ -162,14 +162,14 @@ LISTS_ONLY = (
 )
 
 
-def test_a_picture_is_a_part_of_its_own_for_the_template_and_a_digest_for_the_path():
+def test_picture_is_part_for_template_and_digest_for_path():
     template = ChatTemplate("{% for part in messages[0].content %}{{ part.type }} {% endfor %}", {})
     assert template.render(PICTURED, generate=True) == "text image "
     other = [{**PICTURED[0], "content": [PICTURED[0]["content"][0], {**SEEN, "digest": "cd"}]}]
     assert message_digest(PICTURED[0]) != message_digest(other[0])
 
 
-def test_a_template_that_reads_lists_of_parts_alone_gets_every_text_as_one():
+def test_template_that_needs_parts_gets_text_as_a_part():
     template = ChatTemplate(LISTS_ONLY, {})
     talk = [{"role": "system", "content": "Be brief."}, *PICTURED, {"role": "assistant", "content": "Red."}]
     assert template.render(talk, generate=True) == "system:Be brief.;user:See<image>;assistant:Red.;"

@@ -57,7 +57,7 @@ def test_any_ids_decode_as_the_library_decodes_them(tokenizer, ids):
 
 
 @given(text=st.text(max_size=30))
-def test_streamed_text_is_a_growing_prefix_and_never_half_a_character(tokenizer, text):
+def test_streamed_text_is_growing_prefix_and_never_half_character(tokenizer, text):
     decoder, shown = tokenizer.decoder(), ""
     for token_id in tokenizer.encode(tokenizer.shield(text)):
         shown += decoder.push([token_id])
@@ -76,7 +76,7 @@ def test_streaming_works_for_vocabularies_that_are_not_byte_level(sentencepiece_
     assert shown + decoder.finish() == whole
 
 
-def test_bytes_that_never_make_a_character_do_not_wait_for_ever(sentencepiece_like):
+def test_bytes_that_never_make_character_do_not_wait_for_ever(sentencepiece_like):
     decoder = sentencepiece_like.decoder()
     assert "\ufffd" in "".join(decoder.push([0xE2]) for _ in range(100))
 
@@ -101,7 +101,7 @@ def test_every_listed_end_of_text_id_ends_a_reply(tmp_path):
     assert Tokenizer.load(folder).eos_ids == (258, 256)
 
 
-def test_a_template_file_beside_the_tokenizer_comes_first(tmp_path):
+def test_template_file_next_to_tokenizer_comes_first(tmp_path):
     folder = write_tokenizer(tmp_path)
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     assert Tokenizer.load(folder).template == "{{ messages }}"
@@ -123,14 +123,14 @@ def test_truncation_in_the_tokenizer_file_never_cuts_a_prompt(tmp_path):
 
 
 def test_a_folder_without_a_tokenizer_is_named(tmp_path):
-    with pytest.raises(ModelError, match=r"no tokenizer\.json"):
+    with pytest.raises(ModelError, match=r"tokenizer\.json"):
         Tokenizer.load(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(ModelError, match="cannot be read"):
+    with pytest.raises(ModelError, match="read"):
         Tokenizer.load(tmp_path)
 
 
-def test_tokens_that_frame_turns_are_broken_apart_though_the_family_does_not_mark_them_special():
+def test_unmarked_turn_tokens_in_text_are_split():
     deepseek = template_cases.renderer("deepseek v3")
     user = deepseek.tokenizer.core.token_to_id("<\uff5cUser\uff5c>")
     assert user not in deepseek.tokenizer.special_ids

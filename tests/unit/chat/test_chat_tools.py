@@ -44,7 +44,7 @@ def hermes(*, calls=True, eager=False, marks=None, thinking=False):
         ('<tool_call>{} <tool_call>{"name": "f", "arguments": {}}</tool_call>', "<tool_call>{}", [("f", "{}")]),
     ],
 )
-def test_calls_are_told_from_text_and_arguments_are_the_models_own(said, text, calls, eager):
+def test_calls_are_separated_from_text_and_arguments_are_models_own(said, text, calls, eager):
     assert parse(hermes(eager=eager), said) == ("", text, calls)
 
 
@@ -83,7 +83,7 @@ def test_a_malformed_head_is_text_for_an_eager_reader_too(said):
 
 
 @pytest.mark.parametrize("said", BROKEN_LATE)
-def test_a_call_that_breaks_after_its_head_stays_a_call_for_an_eager_reader(said):
+def test_call_that_breaks_after_head_stays_call_for_eager_reader(said):
     _, _, calls = parse(hermes(eager=True), said)
     assert [name for name, _ in calls] == ["f"]
     assert calls[0][1].startswith('{"x": ')
@@ -108,7 +108,7 @@ def test_without_calls_markup_is_text():
     ],
 )
 @pytest.mark.parametrize("eager", [False, True])
-def test_reasoning_is_told_from_text(said, thinking, expected, eager):
+def test_reasoning_is_separated_from_text(said, thinking, expected, eager):
     assert parse(hermes(marks=THINK, thinking=thinking, eager=eager), said) == expected
 
 
@@ -136,7 +136,7 @@ def test_however_the_text_is_cut_it_says_the_same(scraps, cuts, eager, thinking)
 
 
 @given(scraps=st.lists(st.sampled_from(SCRAPS), max_size=10), eager=st.booleans())
-def test_a_reply_without_a_call_is_all_text_to_the_letter(scraps, eager):
+def test_reply_without_call_is_all_text_to_letter(scraps, eager):
     said = "".join(scraps)
     read = parse(hermes(eager=eager), said)
     assert read.calls or read.text == said
@@ -167,7 +167,7 @@ def test_an_eager_reader_gives_out_arguments_while_they_are_written():
 
 
 @pytest.mark.parametrize("eager", [False, True])
-def test_a_call_that_was_begun_for_the_model_is_read_on(eager):
+def test_call_that_was_begun_for_model_is_read_on(eager):
     rest = ' {"a": 6}}\n</tool_call>'
     assert parse(hermes(eager=eager), Hermes().begin("multiply"), rest) == ("", "", ONE)
     assert parse(hermes(eager=eager), Hermes().begin(""), f'multiply", "arguments":{rest}') == ("", "", ONE)
@@ -182,7 +182,7 @@ def test_tools_come_after_the_callers_own_system_text():
     assert Hermes().offer(messages, ()) == messages
 
 
-def test_tools_go_into_the_first_turn_of_templates_without_a_system_role():
+def test_tools_go_into_first_turn_of_templates_without_system_role():
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
     [turn] = Hermes().offer(messages, TOOLS, system=False)
     assert turn["role"] == "user"
@@ -190,7 +190,7 @@ def test_tools_go_into_the_first_turn_of_templates_without_a_system_role():
     assert turn["content"].endswith("\n\nhi")
 
 
-def test_calls_become_text_and_results_in_a_row_share_a_turn():
+def test_calls_become_text_and_results_in_row_share_turn():
     call = {"id": "1", "type": "function", "function": {"name": "multiply", "arguments": '{"a": 6}'}}
     results = [{"role": "tool", "tool_call_id": "1", "content": text} for text in ("42", "43")]
     reply = {"role": "assistant", "content": "Hm.", "reasoning_content": "So.", "tool_calls": [call]}
@@ -200,13 +200,13 @@ def test_calls_become_text_and_results_in_a_row_share_a_turn():
     assert plain[1]["content"] == "<tool_response>\n42\n</tool_response>\n<tool_response>\n43\n</tool_response>"
 
 
-def test_a_call_that_was_written_is_read_back_as_it_was():
+def test_call_that_was_written_is_read_back_unchanged():
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"é": [1, {"x": "</s>"}]}'}}
     text = Hermes().flatten([{"role": "assistant", "content": None, "tool_calls": [call]}])[0]["content"]
     assert parse(hermes(), text) == ("", "", [("f", '{"é": [1, {"x": "</s>"}]}')])
 
 
-def test_templates_that_render_tools_keep_them_and_others_get_the_hermes_form(tmp_path):
+def test_templates_without_tools_get_the_hermes_form(tmp_path):
     assert make_renderer(tmp_path / "native", NATIVE_TOOLS).native_tools
     assert make_renderer(tmp_path / "moved", MOVES_TOOLS).native_tools
     plain = make_renderer(tmp_path / "plain")
@@ -214,7 +214,7 @@ def test_templates_that_render_tools_keep_them_and_others_get_the_hermes_form(tm
     assert "<tools>" in plain.tokenizer.decode(plain.root([{"role": "user", "content": "hi"}], TOOLS))
 
 
-def test_a_native_format_that_nobody_can_read_gets_the_hermes_form(tmp_path):
+def test_native_format_that_nobody_can_read_gets_hermes_form(tmp_path):
     template = "{% if tools %}[TOOLS]{% endif %}{{ messages[0].content }}"
     renderer = make_renderer(tmp_path, template)
     assert not renderer.native_tools

@@ -14,13 +14,13 @@ from penstock.errors import ControllerError, DatasetError, EngineError, Issue, T
 
 def run(capsys, *arguments: str) -> tuple[int, str, str]:
     code = edge.run(list(arguments))
-    told = capsys.readouterr()
-    return code, told.out, told.err
+    reported = capsys.readouterr()
+    return code, reported.out, reported.err
 
 
 @pytest.fixture
 def failing(monkeypatch):
-    """An app whose `fail` command raises what it is told to."""
+    """An app whose `fail` command raises what it received to."""
 
     def use(error: BaseException) -> None:
         app = typer.Typer(cls=edge.SectionedGroup, pretty_exceptions_enable=False)
@@ -65,7 +65,7 @@ def test_help_names_every_command_and_the_exit_codes(capsys, arguments):
         (("train", "a.toml", "--set"), "--set"),
     ],
 )
-def test_a_command_line_that_cannot_be_read_is_one_line_and_code_2(capsys, arguments, said):
+def test_unreadable_command_line_is_one_line_and_code_2(capsys, arguments, said):
     code, out, err = run(capsys, *arguments)
     assert (code, out) == (2, "")
     assert err.startswith("penstock: ")
@@ -83,12 +83,12 @@ def test_a_group_of_commands_without_one_shows_its_help(capsys):
 @pytest.mark.parametrize(
     ("error", "code"), [(DatasetError("row 3 is empty"), 2), (EngineError("out of memory"), 1), (TrainError("x"), 1)]
 )
-def test_an_error_of_ours_is_one_line_with_the_code_of_its_kind(capsys, failing, error, code):
+def test_error_of_ours_is_one_line_with_code_of_kind(capsys, failing, error, code):
     failing(error)
     assert run(capsys, "fail") == (code, "", f"penstock: {error}\n")
 
 
-def test_an_error_in_several_lines_is_told_in_one(capsys, failing):
+def test_error_in_several_lines_is_reported_in_one(capsys, failing):
     failing(TrainError("first\n  second\n"))
     assert run(capsys, "fail")[2] == "penstock: first second\n"
 
@@ -106,14 +106,14 @@ def test_with_json_a_usage_error_is_an_object_too(capsys):
     assert json.loads(err)["error"]["code"] == "usage"
 
 
-def test_several_problems_are_a_line_each_and_a_list_in_json(capsys, failing):
+def test_several_problems_are_line_each_and_list_in_json(capsys, failing):
     failing(combine_issues("a.toml", [Issue("train.lr", "train.lr is too large"), Issue("line 3", "no prompt", "prompt")]))
     code, out, err = run(capsys, "fail")
     assert (code, out) == (2, "")
     assert err == "penstock: a.toml: 2 problems\n  train.lr is too large\n  line 3: no prompt; did you mean 'prompt'?\n"
-    told = json.loads(run(capsys, "fail", "--json")[2])["error"]
-    assert told["message"] == "a.toml: 2 problems"
-    assert told["issues"][1] == {"key": "line 3", "message": "no prompt", "correction": "prompt"}
+    reported = json.loads(run(capsys, "fail", "--json")[2])["error"]
+    assert reported["message"] == "a.toml: 2 problems"
+    assert reported["issues"][1] == {"key": "line 3", "message": "no prompt", "correction": "prompt"}
 
 
 @pytest.mark.parametrize(("status", "code"), [(None, 1), (404, 2), (401, 2), (409, 2), (429, 1), (503, 1)])
@@ -165,7 +165,7 @@ def test_a_bug_of_ours_is_not_hidden(capsys, failing):
         edge.run(["fail"])
 
 
-def test_a_group_of_our_errors_is_told_as_its_first(capsys, failing):
+def test_group_of_our_errors_is_reported_as_its_first(capsys, failing):
     failing(ExceptionGroup("tasks", [ExceptionGroup("inner", [TrainError("the disk is full")]), EngineError("closed")]))
     assert run(capsys, "fail") == (1, "", "penstock: the disk is full\n")
 
@@ -176,7 +176,7 @@ def test_a_group_with_a_bug_in_it_is_not_hidden(failing):
         edge.run(["fail"])
 
 
-def test_train_help_shows_the_options_of_a_run_and_h_is_help(capsys):
+def test_train_help_shows_options_of_run_and_h_is_help(capsys):
     code, out, _ = run(capsys, "train", "-h")
     assert code == 0
     for said in ("--set SECTION.KEY=VALUE", "--fresh", "--allow-code-change", "--dry-run", "[FILE.toml]"):
@@ -187,7 +187,7 @@ def test_train_help_shows_the_options_of_a_run_and_h_is_help(capsys):
 
 def test_commands_for_a_controller_stand_apart(capsys):
     for group in ("train", "eval"):
-        here, apart = run(capsys, group, "--help")[1].split("Commands for runs that a controller carries out:")
+        here, apart = run(capsys, group, "--help")[1].split("Commands for runs on a controller:")
         assert all(f"\n  {name} " in apart for name in ("submit", "stop", "download"))
         assert all(f"\n  {name} " in here for name in ("run", "list", "info", "logs"))
 

@@ -13,7 +13,7 @@ from penstock.system.packages import install_command
 
 def test_every_extra_is_reported_with_the_line_that_installs_it():
     found = {check.name: check for check in doctor.packages()}
-    assert {"penstock", "core", "local", "ray", "postgres"} <= set(found)
+    assert {"core", "local", "ray", "postgres"} <= set(found)
     assert found["core"].state == "ok"
     missing = [check for check in found.values() if check.state == "note"]
     assert all(check.remedy == install_command(check.name) for check in missing)
@@ -30,7 +30,7 @@ def test_a_missing_extra_hinders_training_only_where_training_needs_it(monkeypat
     assert found["local"].found == "not installed: no_such.torch"
 
 
-def test_a_cache_that_cannot_be_written_is_a_failure_with_a_remedy(monkeypatch, tmp_path):
+def test_cache_that_cannot_be_written_is_failure_with_remedy(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "file" / "cache"))
     check = doctor.cache()
@@ -38,7 +38,7 @@ def test_a_cache_that_cannot_be_written_is_a_failure_with_a_remedy(monkeypatch, 
     assert "PENSTOCK_CACHE" in check.remedy
 
 
-def test_a_model_that_is_not_there_yet_is_a_note_with_the_command_that_fetches_it(monkeypatch, tmp_path):
+def test_missing_model_is_a_note_with_the_command(monkeypatch, tmp_path):
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
     check = doctor.model()
     assert check.state == "note"
@@ -52,7 +52,7 @@ def test_little_disk_is_a_note_and_too_little_a_failure(monkeypatch, free_gb, st
     assert doctor.disk().state == state
 
 
-def test_the_text_puts_each_remedy_below_its_line_and_the_verdict_last():
+def test_text_puts_each_remedy_below_its_line_and_verdict_last():
     lines = as_text(
         [Check(name="disk", state="ok", found="9 GB"), Check(name="local", state="fail", found="no torch", remedy="pip")]
     )
@@ -71,6 +71,6 @@ def test_the_exit_code_says_whether_training_can_run(monkeypatch, capsys, state,
         doctor, "run_checks", lambda: [Check(name="disk", state=state, found="x")]
     )  # this machine has one state only
     assert run(["doctor", "--json"]) == code
-    told = json.loads(capsys.readouterr().out)
-    assert told["ok"] is (code == 0)
-    assert told["checks"][0]["name"] == "disk"
+    reported = json.loads(capsys.readouterr().out)
+    assert reported["ok"] is (code == 0)
+    assert reported["checks"][0]["name"] == "disk"

@@ -1,10 +1,10 @@
-"""What a person sees of evaluations beside training: lines of their own, and no confusion with what training does."""
+"""What a person sees of evaluations next to training: lines of their own, and no confusion with what training does."""
 
 from io import StringIO
 
 from rich.console import Console
 
-from penstock.cli.live import RunState, event_line, panel
+from penstock.view.live import RunState, event_line, panel
 
 
 def started() -> RunState:
@@ -15,7 +15,7 @@ def started() -> RunState:
     return state
 
 
-def test_training_stays_what_is_being_done_while_an_evaluation_runs_beside_it() -> None:
+def test_training_stays_shown_during_an_evaluation() -> None:
     state = started()
     state.apply("eval.start", {"when": "during", "step": 4, "tasks": 2})
     state.apply("rollout.end", {"end": "completed", "channel": "val"})
@@ -40,7 +40,7 @@ def test_begun_ended_skipped_and_failed_ones_have_a_line_each() -> None:
         event_line("eval.fail", {"step": 4, "message": "all failed\nat once"}, state),
     ]
     assert lines == [
-        "held-out evaluation after step 4 begins, beside training: 2 tasks",
+        "held-out evaluation after step 4 begins during training: 2 tasks",
         "held-out after step 4: reward 0.500, 2 rollouts in 1.0 s",
         "held-out evaluation after step 8 skipped: that after step 4 still runs",
         "held-out evaluation after step 4 failed: all failed at once",

@@ -5,7 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from penstock.cli.summary import (
+from penstock.train.trainer import Summary
+from penstock.view.summary import (
     ResumeCommand,
     TrainingResult,
     as_lines,
@@ -15,7 +16,6 @@ from penstock.cli.summary import (
     longer_command,
     next_command,
 )
-from penstock.train.summary import Summary
 
 
 def training_result(**changes: Any) -> TrainingResult:
@@ -50,20 +50,20 @@ def test_the_last_words_name_results_places_and_the_next_command():
         assert said in text
 
 
-def test_what_is_not_exact_is_told_by_reason():
-    told = {"inexact": {"context_differs": 12}, "masked": {"greedy": 2, "zero_advantage": 9}, "breaks": {"history_edited": 3}}
-    text = as_text(training_result(exact_token_rate=0.99902, unhashed_tokens=1000, **told))
+def test_what_is_not_exact_is_reported_by_reason():
+    reported = {"inexact": {"context_differs": 12}, "masked": {"greedy": 2, "zero_advantage": 9}, "breaks": {"history_edited": 3}}
+    text = as_text(training_result(exact_token_rate=0.99902, unhashed_tokens=1000, **reported))
     assert "99.9 % of 12,345 sampled tokens, 1,000 without a digest" in text
     for said in ("not exact   tokens: 12 context_differs", "masked      steps: 2 greedy", "breaks      3 history_edited"):
         assert said in text
     assert "zero_advantage" not in text
-    assert json.loads(as_object(training_result(**told)))["masked"] == told["masked"]
+    assert json.loads(as_object(training_result(**reported)))["masked"] == reported["masked"]
 
 
-def test_a_long_reason_is_wrapped_and_a_very_long_one_is_cut():
-    told = training_result()
-    told.reasons["agent_error"] = {"a reason " * 200: 1}
-    lines = as_text(told).splitlines()
+def test_long_reason_is_wrapped_and_very_long_one_is_cut():
+    reported = training_result()
+    reported.reasons["agent_error"] = {"a reason " * 200: 1}
+    lines = as_text(reported).splitlines()
     assert max(len(line) for line in lines) <= 80
     assert any(line.endswith("…") for line in lines)
 
@@ -72,13 +72,13 @@ def test_a_run_stopped_before_its_last_evaluation_shows_the_first():
     assert "0.500 before training" in as_text(training_result(status="stopped", eval_after=None))
 
 
-def test_a_stopped_run_names_the_command_that_goes_on():
+def test_stopped_run_names_command_that_continues():
     text = as_text(training_result(status="stopped", steps=3))
     assert "stopped safely after step 3" in text
     assert text.rstrip().endswith("penstock train a.toml")
 
 
-def test_a_run_that_had_finished_says_so_and_how_to_start_over():
+def test_finished_run_reports_how_to_start_over():
     text = as_text(training_result(already_finished=True))
     assert "finished earlier" in text
     assert "penstock train a.toml --fresh" in text
@@ -95,19 +95,19 @@ def test_a_run_without_evaluation_or_rollouts_still_sums_up():
 
 
 def test_the_summary_as_json_is_one_object_with_all_fields():
-    told = json.loads(as_object(training_result()))
-    assert told["last_reward"] == 1.0
-    assert told["ends"] == {"completed": 318, "timeout": 2}
-    assert told["report"] == "runs/demo/report.html"
-    assert told["next"] == "penstock train a.toml --set train.steps=20"
+    reported = json.loads(as_object(training_result()))
+    assert reported["last_reward"] == 1.0
+    assert reported["ends"] == {"completed": 318, "timeout": 2}
+    assert reported["report"] == "runs/demo/report.html"
+    assert reported["next"] == "penstock train a.toml --set train.steps=20"
 
 
-def test_dropped_groups_are_told_by_reason():
+def test_dropped_groups_are_reported_by_reason():
     assert "groups: 1 crashed the trainer" in as_text(training_result(dropped={"crashed the trainer": 1}))
     assert "dropped" not in as_text(training_result())
 
 
-def test_a_run_without_an_update_says_why_and_does_not_advise_more_steps():
+def test_run_without_an_update_explains_why():
     result = training_result(updates=0, stalled="no update in the last 10 steps: all rewards equal, every one is 0")
     text = as_text(result)
     assert "Run demo finished and learned nothing: 10 steps" in text
@@ -122,7 +122,7 @@ def test_a_trial_of_few_steps_need_not_learn():
     assert not learned_nothing(training_result(updates=0, steps=2).summary)
 
 
-def test_a_short_trial_without_an_update_has_no_checkpoint_to_evaluate():
+def test_short_trial_without_update_has_no_checkpoint_to_evaluate():
     resume = ResumeCommand("penstock train a.toml", evaluate="penstock eval run a.toml")
     result = replace(training_result(updates=0, steps=2), resume=resume)
     assert next_command(result) == "penstock train a.toml --set train.steps=4"

@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.cli.output import ranges
 from penstock.cli.verify import SHOWN, as_object, as_text
 from penstock.codec import context_digest
-from penstock.records import Attempt, Group, Node, Sampling, Step, Task, make_rollout
+from penstock.records import Group, Rollout, Sampling, Step, make_rollout
+from penstock.testing import make_group, make_node, make_step
 from penstock.train.verify import Audit, ProbedToken, count_versions, make_probes
+from penstock.view.formatting import ranges
 
 
 def audit() -> Audit:
@@ -19,26 +20,21 @@ def audit() -> Audit:
 def group(*steps: Step) -> Group:
     """One rollout of two roots, the second opened because its history was edited."""
     rollout = make_rollout("train-0", "t", 0)
-    root = Node(rollout_id=rollout.id, id=0, parent=None, token_ids=(1, 2), chain="", messages=())
+    root = make_node(rollout.id, 0, (1, 2))
     nodes = (root, replace(root, id=1, token_ids=(1, 5), reason="history_edited"))
-    attempt = Attempt(rollout=rollout, nodes=nodes, steps=steps)
-    return Group(id="train-0", seq=0, task=Task(id="t", prompt=()), channel="train", attempts=(attempt,))
+    attempt = Rollout(ref=rollout, nodes=nodes, steps=steps)
+    return make_group(attempt)
 
 
 def step(index: int, node: int, *ids: int, version: int = 0, temperature: float = 1.0) -> Step:
-    return Step(
-        rollout_id="train-0.0.1",
-        index=index,
+    return make_step(
+        "train-0.0.1",
+        index,
+        ids,
         node=node,
-        transcript="main",
-        completion_ids=ids,
-        logprobs=tuple(-0.5 for _ in ids),
         versions=tuple(version for _ in ids),
         sampling=Sampling(temperature=temperature),
-        finish="stop",
-        message={},
-        chain="",
-        context=context_digest([1, 2 if node == 0 else 5, *ids]),
+        context_digest=context_digest([1, 2 if node == 0 else 5, *ids]),
     )
 
 
@@ -52,22 +48,22 @@ def test_breaks_masks_and_flaws_are_counted_apart():
     assert count_versions(read) == {0: 3}
 
 
-def test_each_token_is_probed_once_under_the_version_that_sampled_it():
+def test_each_token_is_probed_once_under_version_that_sampled_it():
     mixed = replace(step(0, 0, 3, 4), versions=(0, 1))
     read = audit().add(group(mixed, step(1, 0, 3, version=1, temperature=0.5)))
     probes = make_probes(read, 1)
-    assert [(token.step, token.place) for token in probes.tokens] == [(0, 1), (1, 0)]
-    assert [sequence.trained for sequence in probes.sequences] == [(False, False, False, True), (False, False, True)]
-    assert probes.sequences[1].temperatures == (1.0, 1.0, 0.5)
+    assert [(token.step, token.place) for each in probes.sequences for token in each.tokens] == [(0, 1), (1, 0)]
+    assert [each.sequence.trained for each in probes.sequences] == [(False, False, False, True), (False, False, True)]
+    assert probes.sequences[1].sequence.temperatures == (1.0, 1.0, 0.5)
 
 
-def test_a_logprob_that_the_weights_cannot_give_is_infinitely_far_off():
+def test_logprob_that_weights_cannot_give_is_infinitely_far_off():
     found = audit()
     found.compare(ProbedToken("r", 0, 0, 0, -0.5), math.nan)
     assert found.status == "inexact" and found.largest and found.largest.deviation == math.inf
 
 
-def test_steps_that_do_not_hold_are_named_up_to_a_number():
+def test_steps_that_do_not_hold_are_named_up_to_number():
     found = audit()
     for index in range(SHOWN + 5):
         found.compare(ProbedToken("train-0.0.1", index, 1, 3, -0.5), -1.5)

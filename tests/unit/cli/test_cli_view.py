@@ -9,13 +9,13 @@ import orjson
 import pytest
 from rich.console import Console
 
-from penstock.cli.live import LiveView, RunState, event_line, panel
-from penstock.cli.output import clock, counts, percent, sparkline
 from penstock.records import End
+from penstock.view.formatting import clock, counts, percent, sparkline
+from penstock.view.live import LiveView, RunState, event_line, panel
 
 
 class Clock:
-    """Time that moves when told."""
+    """Time that moves when reported."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -67,7 +67,7 @@ def plain_lines(*events: tuple[str, dict[str, Any]]) -> list[str]:
     return out.getvalue().splitlines()
 
 
-def test_a_sparkline_draws_rewards_between_0_and_1_on_that_scale():
+def test_sparkline_draws_rewards_between_0_and_1_on_that_scale():
     assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
     assert sparkline([0.2, 0.2]) == "▂▂"
 
@@ -115,7 +115,7 @@ def test_progress_counts_held_out_rollouts_during_an_evaluation():
     assert state.activity == "held-out evaluation before training, 1/16 rollouts"
 
 
-def test_progress_estimates_from_the_pace_of_this_process_and_the_evaluation():
+def test_progress_estimates_from_pace_of_this_process_and_evaluation():
     time = Clock()
     state = followed(("run.start", start(first_step=2)), clock=time)
     state.apply("eval.end", {"when": "before", "reward": 0.5, "rollouts": 16, "seconds": 5.0})
@@ -139,7 +139,7 @@ def test_progress_keeps_the_most_frequent_reason_of_failure():
 
 
 @pytest.mark.parametrize("end", End)
-def test_every_way_to_fail_can_be_told_as_json(end):
+def test_every_way_to_fail_can_be_reported_as_json(end):
     state = followed(("rollout.end", ended(end, "why")))
     assert orjson.loads(orjson.dumps([state.ends, state.reasons])) == [{end: 1}, {end: {"why": 1}} if end != "completed" else {}]
 
@@ -150,7 +150,8 @@ def test_the_panel_never_grows_past_its_width(width):
     state = followed(
         ("run.start", start(name="n" * 90)), ("step.start", {"step": 1, "version": 0}), failure, ("train.step", trained(1))
     )
-    lines = drawn(state, "Stopping after this step. Ctrl-C again quits now; both are safe, the same command goes on.", width)
+    notice = "Stopping after this step. Press Ctrl-C again to quit at once. Both are safe: start it again to resume."
+    lines = drawn(state, notice, width)
     assert max(len(line) for line in lines) <= width
 
 
@@ -215,25 +216,25 @@ def on_terminal(kind: str) -> io.StringIO:
     return out
 
 
-def test_on_a_terminal_that_cannot_move_its_cursor_lines_are_printed():
+def test_on_terminal_that_cannot_move_its_cursor_lines_are_printed():
     assert "loading tiny\n" in on_terminal("dumb").getvalue()
 
 
-def test_on_a_terminal_the_panel_is_drawn_and_no_lines_are_printed():
+def test_on_terminal_panel_is_drawn_and_no_lines_are_printed():
     out = on_terminal("xterm-256color")
     assert "loading tiny" in out.getvalue()
     assert "run demo in runs/demo" not in out.getvalue()
     assert out.getvalue().rstrip().endswith("\x1b[2K"), "the panel is gone when the view closes"
 
 
-def test_a_stage_that_gets_further_is_one_line_and_a_percentage_in_the_panel():
+def test_stage_progress_is_one_line_and_a_percentage():
     steps = [("stage", {"text": "downloading", "done": done, "total": 8}) for done in (0, 1, 2)]
     assert plain_lines(*steps) == ["downloading"]
     assert followed(*steps).activity == "downloading, 25%"
     assert followed(*steps, ("stage", {"text": "loading"})).activity == "loading"
 
 
-def test_without_a_terminal_a_way_to_fail_is_told_once():
+def test_without_a_terminal_a_way_to_fail_is_reported_once():
     lines = plain_lines(*[("rollout.end", ended("timeout", "it ran\ntoo long"))] * 3, ("rollout.end", ended("lost")))
     assert lines == [
         "first rollout to end timeout: train-0.0.1: it ran too long",
@@ -241,14 +242,14 @@ def test_without_a_terminal_a_way_to_fail_is_told_once():
     ]
 
 
-def test_a_run_taken_up_again_shows_the_rewards_of_all_its_steps(tmp_path):
+def test_run_taken_up_again_shows_rewards_of_all_its_steps(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(trained(n, 0.0), separators=(",", ":")) + "\n" for n in (1, 2)))
     lines = plain_lines(("run.start", start(folder=str(tmp_path), resumed=True, first_step=3)), ("train.step", trained(3, 1.0)))
     assert "taken up again after step 2" in lines[0]
     assert lines[1].endswith("▁▁█")
 
 
-def test_groups_that_are_set_aside_are_told_each_and_agents_that_misreport_once():
+def test_quarantined_groups_and_misreports_are_listed():
     crash = {"group_id": "train-3", "reason": "crashed the trainer", "message": "KeyError:\n'x'"}
     short = {"group_id": "train-4", "reason": "too few rollouts completed", "failed": 2}
     claim = {"rollout_id": "train-0.0.1", "transcripts": ["solver"]}

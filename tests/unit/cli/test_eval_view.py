@@ -6,7 +6,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from penstock.cli.eval_view import EvalView
+from penstock.view.eval_view import EvalView
 
 
 @pytest.fixture(autouse=True)
@@ -21,8 +21,8 @@ def shown(total: int, *, terminal: bool, end: str = "completed") -> list[str]:
     with EvalView(console) as view:
         view("eval.begin", {"model": "m", "folder": "f", "rollouts": total, "done": 0})
         for row in range(total):
-            told = {"rollout_id": f"eval-{row}.0.1", "group_id": f"eval-{row}", "seconds": 0.25, "message": "why", "end": end}
-            view("rollout.end", told | {"reward": 1.0 if end == "completed" else None})
+            reported = {"rollout_id": f"eval-{row}.0.1", "group_id": f"eval-{row}", "seconds": 0.25, "message": "why", "end": end}
+            view("rollout.end", reported | {"reward": 1.0 if end == "completed" else None})
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue())
     return [line.strip() for line in text.replace("\r", "\n").split("\n") if line.startswith(("row", "first")) or "/" in line[:6]]
 
@@ -37,12 +37,12 @@ def test_of_very_many_a_terminal_shows_the_first_and_some():
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_a_failed_one_is_told_with_its_reason_once(terminal):
+def test_failed_one_is_reported_with_its_reason_once(terminal):
     found = shown(2, terminal=terminal, end="agent_error")
     assert [line for line in found if "first" in line] == ["first rollout to end agent_error: eval-0.0.1: why"]
 
 
-def test_a_log_is_told_of_the_first_at_once_and_of_each_tenth():
+def test_log_reports_the_first_and_every_tenth():
     found = shown(100, terminal=False)
     assert found[:2] == ["1/100 rollouts, reward 1.000", "10/100 rollouts, reward 1.000"]
     assert len(found) == 11 and found[-1].startswith("100/100")

@@ -63,12 +63,12 @@ def empty_place(tmp_path, monkeypatch):
     }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # nobody answers: it is tried again a few times
-    monkeypatch.setattr("penstock.models.pull.resolve", pulled)  # what is wrong is told before a model is fetched
+    monkeypatch.setattr("penstock.models.pull.resolve", pulled)  # what is wrong is reported before a model is fetched
     (tmp_path / "taken").write_text("a file where a folder should be")
     monkeypatch.chdir(tmp_path)
 
 
-def told(capsys, line, code):
+def reported(capsys, line, code):
     said = capsys.readouterr()
     assert (said.out, code not in (0, None)) == ("", True), (line, code, said)
     error = json.loads(said.err.splitlines()[-1])["error"]
@@ -79,15 +79,15 @@ def told(capsys, line, code):
 @pytest.mark.parametrize("name", sorted(COMMANDS.keys() - NEVER_FAIL))
 def test_what_fails_is_an_error_on_stderr(name, empty_place, capsys):
     line = failing_line(name)
-    assert told(capsys, line, run([*line, "--json"] if name != "run" else ["run", "--json", *line[1:]]))["code"] != "usage"
+    assert reported(capsys, line, run([*line, "--json"] if name != "run" else ["run", "--json", *line[1:]]))["code"] != "usage"
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))
-def test_a_line_that_cannot_be_read_is_an_error_on_stderr(name, empty_place, capsys):
+def test_line_that_cannot_be_read_is_error_on_stderr(name, empty_place, capsys):
     line = [*name.split(), "--no-such-option", "--json"]
-    assert told(capsys, line, run(line))["code"] == "usage"
+    assert reported(capsys, line, run(line))["code"] == "usage"
 
 
 @pytest.mark.parametrize("name", sorted({name.partition(" ")[0] for name in COMMANDS if " " in name} - {"train"}))
 def test_a_group_without_a_command_is_an_error_on_stderr(name, capsys):
-    assert told(capsys, name, run([name, "--json"]))["code"] == "usage"
+    assert reported(capsys, name, run([name, "--json"]))["code"] == "usage"

@@ -13,9 +13,9 @@ from rich.console import Console
 
 from penstock.cli.app import run
 from penstock.cli.dry_run import Notices
-from penstock.cli.eval_view import EvalView
-from penstock.cli.live import LiveView, RunState, event_line
-from penstock.cli.progress import RunningRollouts, pace_text
+from penstock.view.eval_view import EvalView
+from penstock.view.live import LiveView, RunState, event_line
+from penstock.view.progress import RunningRollouts, pace_text
 
 SCRIPT = Path(sys.executable).with_name("penstock")
 
@@ -36,7 +36,7 @@ def ended(name: str, end: str = "completed") -> dict[str, object]:
     return {"rollout_id": name, "group_id": "g-0", "channel": "train", "end": end, "reward": 1.0, "seconds": 2.0, "message": ""}
 
 
-def test_rate_remaining_time_and_what_is_waited_for_come_from_the_events() -> None:
+def test_rate_and_remaining_time_come_from_events() -> None:
     clock = Clock()
     rollouts = RunningRollouts(clock)
     assert (rollouts.waiting_text(), rollouts.per_second, rollouts.left_s(6)) == ("", None, None)
@@ -60,11 +60,11 @@ def test_a_lost_rollout_that_is_made_again_counts_once() -> None:
 
 
 @pytest.mark.parametrize(("pace", "text"), [(None, ""), (3.25, "3.2/s"), (123.4, "123/s"), (0.2, "12/min"), (0.001, "3.6/h")])
-def test_a_pace_is_told_in_the_unit_that_reads_best(pace, text) -> None:
+def test_pace_is_reported_in_unit_that_reads_best(pace, text) -> None:
     assert pace_text(pace) == text
 
 
-def test_a_training_step_says_what_it_waits_for_and_how_long_the_rest_takes() -> None:
+def test_training_step_shows_waiting_and_remaining_time() -> None:
     clock = Clock()
     state = RunState(rollouts_per_step=4, clock=clock)
     state.apply("run.start", {"name": "n", "folder": "f", "model": "m", "steps": 3, "first_step": 1, "resumed": False})
@@ -101,7 +101,7 @@ def test_an_evaluation_shows_rate_remaining_time_and_what_runs(monkeypatch) -> N
         assert re.search(r"[\d,]+/s, about 0:00 left, 1 running, the longest for 0:00", found), found
 
 
-def test_a_silent_evaluation_says_what_it_waits_for_in_a_log() -> None:
+def test_silent_evaluation_says_what_it_waits_for_in_log() -> None:
     made, said = console(), threading.Event()
     with EvalView(made, silent_s=0.01) as view:
         view("eval.begin", {"model": "m", "folder": "f", "rollouts": 1, "done": 0})
@@ -125,7 +125,7 @@ def test_plain_and_json_of_a_training_run_exclude_each_other(capsys) -> None:
     assert "--json and --plain go without each other" in capsys.readouterr().err
 
 
-def test_penstock_alone_says_what_to_do_first_with_commands_that_exist(capsys) -> None:
+def test_penstock_alone_lists_existing_commands(capsys) -> None:
     assert run([]) == 0
     said = capsys.readouterr().out
     assert len(said.splitlines()) < 20
@@ -153,7 +153,7 @@ def test_shells_complete_commands(shell: str, variables: dict[str, str]) -> None
     assert (shown.returncode, "_PENSTOCK_COMPLETE" in shown.stdout) == (0, True)
 
 
-def test_a_dry_run_tells_each_stage_once_and_what_people_must_see(capsys):
+def test_dry_run_reports_each_stage_once(capsys):
     notices = Notices()
     for _ in range(3):
         notices("stage", {"text": "downloading a model", "done": 0})

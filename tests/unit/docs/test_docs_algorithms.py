@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from pydantic import BaseModel
 
 from penstock.registry import Registry
 from penstock.train.advantages import ADVANTAGES
+from penstock.train.advantages import base as functions
 from penstock.train.algorithm import settings_of
 from penstock.train.losses import LOSSES
 
@@ -20,9 +22,10 @@ PAGE = Path(__file__).parents[3] / "docs" / "algorithms.md"
 def described(registry: Registry) -> Iterator[str]:
     """A heading for each entry, the first lines of its module and function, and a table of its settings."""
     for name in registry.table:
-        function = registry.load(name)
-        texts = (inspect.getmodule(function).__doc__, inspect.unwrap(function).__doc__)
-        yield f"### `{name}`\n\n" + " ".join((text or "").partition("\n")[0] for text in texts).strip() + "\n"
+        function = functions.described(registry.load(name)).function
+        texts = (inspect.getmodule(function).__doc__, function.__doc__)
+        summary = " ".join((text or "").partition("\n")[0] for text in texts).strip()
+        yield f"### `{name}`\n\n{textwrap.fill(summary, 120, break_on_hyphens=False)}\n"
         kind = settings_of(function)
         if kind is not None and kind.model_fields:
             texts = field_texts(kind)

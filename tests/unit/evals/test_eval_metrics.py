@@ -18,20 +18,20 @@ def test_pass_at_k_is_what_one_counts(attempts, passed, k, expected):
 
 
 @given(st.integers(1, 7), st.data())
-def test_pass_at_k_is_the_share_of_choices_with_a_pass(attempts, draw):
+def test_pass_at_k_is_share_of_choices_with_pass(attempts, draw):
     passed, k = draw.draw(st.integers(0, attempts)), draw.draw(st.integers(1, attempts))
     choices = list(itertools.combinations([True] * passed + [False] * (attempts - passed), k))
     assert pass_at_k(attempts, passed, k) == pytest.approx(sum(any(choice) for choice in choices) / len(choices))
 
 
-def test_interval_of_equal_values_is_a_point_and_of_others_holds_the_mean():
+def test_interval_of_equal_values_is_a_point():
     assert estimate([0.5] * 7) == (0.5, 0.5, 0.5)
     found = estimate([0.0, 1.0] * 50)
     assert found.value == 0.5
     assert found.low == pytest.approx(0.4, abs=0.03) and found.high == pytest.approx(0.6, abs=0.03)  # 1.96 x 0.5 / sqrt(100)
 
 
-def test_interval_of_a_few_draws_is_not_empty_where_all_are_equal():
+def test_interval_of_few_draws_is_not_empty_where_are_equal():
     won, lost, half = estimate_draws([1.0] * 4), estimate_draws([0.0] * 4), estimate_draws([0.0, 1.0])
     z = 1.959964
     assert won == (1.0, pytest.approx(4 / (4 + z * z)), 1.0)

@@ -3,31 +3,28 @@
 import pytest
 
 from penstock.config import EvalSection
-from penstock.evals.outcome import EndedAttempt, TaskScores, outcome
+from penstock.evals.outcome import ScoredRollout, TaskScores, outcome
 from penstock.evals.spending import Prices, prices_of, rollout_seconds, rollout_usage, spending
-from penstock.records import Attempt, End, Node, Sampling, Step, Usage, make_rollout
+from penstock.records import End, Rollout, Usage, make_rollout
+from penstock.testing import make_node, make_step
 
 PRICES = Prices(prompt=2.0, completion=10.0)
 
 
 def node(number, parent, size):
-    return Node(rollout_id="g.0.1", id=number, parent=parent, token_ids=(1,) * size, chain=str(number), messages=())
+    return make_node("g.0.1", number, (1,) * size, parent=parent, messages_digest=str(number))
 
 
 def step(index, on, size, *, choice=0, usage=None, seconds=1.0):
     ids = () if usage else (2,) * size
-    return Step(
-        rollout_id="g.0.1", index=index, node=on, transcript="main", completion_ids=ids, logprobs=(0.0,) * len(ids),
-        versions=(0,) * len(ids), sampling=Sampling(), finish="stop", message={}, chain="", choice=choice, usage=usage,
-        seconds=seconds,
-    )  # fmt: skip
+    return make_step("g.0.1", index, ids, node=on, logprobs=(0.0,) * len(ids), choice=choice, usage=usage, seconds=seconds)
 
 
 def attempt(nodes, steps):
-    return Attempt(rollout=make_rollout("g", "t", 0), end=End.COMPLETED, nodes=tuple(nodes), steps=tuple(steps))
+    return Rollout(ref=make_rollout("g", "t", 0), end=End.COMPLETED, nodes=tuple(nodes), steps=tuple(steps))
 
 
-def test_a_conversation_that_goes_on_is_read_again_with_each_call():
+def test_conversation_that_continues_is_read_again_with_each_call():
     talk = attempt([node(0, None, 10), node(1, 0, 3)], [step(0, 0, 5), step(1, 1, 2)])
     found = spending([rollout_usage(talk)], prices=PRICES)
     assert (found.steps, found.prompt_tokens, found.completion_tokens) == (2, 10 + (10 + 5 + 3), 7)
@@ -39,12 +36,12 @@ def test_further_choices_of_one_answer_read_nothing_again():
     assert (found.prompt_tokens, found.completion_tokens, found.cost) == (10, 9, None)
 
 
-def test_an_endpoints_own_count_goes_before_ours_and_none_of_it_is_no_cost():
-    told = attempt([node(0, None, 0)], [step(0, 0, 0, usage=Usage(prompt_tokens=1000, completion_tokens=100))])
-    found = spending([rollout_usage(told)], prices=PRICES)
+def test_endpoint_usage_wins_over_our_count():
+    reported = attempt([node(0, None, 0)], [step(0, 0, 0, usage=Usage(prompt_tokens=1000, completion_tokens=100))])
+    found = spending([rollout_usage(reported)], prices=PRICES)
     assert (found.prompt_tokens, found.completion_tokens, found.cost) == (1000, 100, pytest.approx(0.003))
     silent = attempt([node(0, None, 0)], [step(0, 0, 0, usage=Usage(prompt_tokens=0, completion_tokens=0))])
-    assert spending([rollout_usage(told), rollout_usage(silent)], prices=PRICES).cost is None
+    assert spending([rollout_usage(reported), rollout_usage(silent)], prices=PRICES).cost is None
 
 
 def test_half_a_price_is_none():
@@ -53,14 +50,14 @@ def test_half_a_price_is_none():
     assert prices_of({}) is None
 
 
-def test_times_of_calls_and_rollouts_have_a_middle_and_a_tail():
+def test_times_of_calls_and_rollouts_have_middle_and_tail():
     talk = attempt([node(0, None, 1)], [step(0, 0, 1, seconds=1.0), step(1, 0, 1, seconds=3.0)])
     found = spending([rollout_usage(talk)], seconds={"g.0.1": 7.0, "another": 100.0})
     assert (found.call_s, found.rollout_s) == (pytest.approx((2.0, 2.9)), (7.0, 7.0))
     assert (spending([]).call_s, spending([rollout_usage(talk)]).rollout_s) == (None, None)
 
 
-def test_times_come_from_the_event_log_whatever_a_kill_left_of_it(tmp_path):
+def test_times_come_from_event_log_whatever_kill_left_of_it(tmp_path):
     assert rollout_seconds(tmp_path / "events.jsonl") == {}
     (tmp_path / "events.jsonl").write_bytes(
         b'{"kind":"rollout.start","rollout_id":"a"}\n'
@@ -71,9 +68,9 @@ def test_times_come_from_the_event_log_whatever_a_kill_left_of_it(tmp_path):
     assert rollout_seconds(tmp_path / "events.jsonl") == {"a": 1.5}
 
 
-def test_an_outcome_tells_what_was_spent_beside_its_rewards():
+def test_outcome_reports_what_was_spent_next_to_its_rewards():
     talk = attempt([node(0, None, 10)], [step(0, 0, 5)])
-    scored = TaskScores(task_id="t", row=0, attempts=(EndedAttempt(End.COMPLETED, "", 0.0, rollout_usage(talk)),))
-    told = outcome([scored], EvalSection(), prices=PRICES, seconds={"g.0.1": 2.0}).as_json()
-    assert (told["prompt_tokens"], told["completion_tokens"], told["cost"]) == (10, 5, pytest.approx(7e-5))
-    assert (told["rollout_s"], told["reward"]["value"]) == ({"p50": 2.0, "p95": 2.0}, 0.0)
+    scored = TaskScores(task_id="t", row=0, rollouts=(ScoredRollout(End.COMPLETED, "", 0.0, rollout_usage(talk)),))
+    reported = outcome([scored], EvalSection(), prices=PRICES, seconds={"g.0.1": 2.0}).as_json()
+    assert (reported["prompt_tokens"], reported["completion_tokens"], reported["cost"]) == (10, 5, pytest.approx(7e-5))
+    assert (reported["rollout_s"], reported["reward"]["value"]) == ({"p50": 2.0, "p95": 2.0}, 0.0)

@@ -1,10 +1,10 @@
 """A broken agent does not look like a bad model: passed, wrong, failed and ungraded are numbers of their own."""
 
-from osmosis_ai.cli.eval_lines import results_of
+from osmosis_ai.cli.evals import results_of
 from osmosis_ai.cli.records import eval_summary
-from penstock.cli.submitted import as_text
 from penstock.config import EvalSection
-from penstock.controller.api.results import AttemptSummary, EvaluationProgress, eval_results
+from penstock_controller.api.results import AttemptSummary, EvaluationProgress, eval_results
+from penstock_controller.cli.runs import as_text
 
 
 def results(*ends: tuple[str, float, str]) -> dict:
@@ -16,16 +16,16 @@ def results(*ends: tuple[str, float, str]) -> dict:
     return eval_results(progress, EvalSection(), dataset_rows=len(ends), resumed=None)
 
 
-def told(found: dict) -> str:
+def reported(found: dict) -> str:
     run = {"name": "asked", "status": "finished"}
     return " ".join(as_text("eval", {"eval_run": run, "results": found}).split())
 
 
-def test_rollouts_that_failed_are_not_graded_and_their_reason_is_told():
+def test_failed_rollouts_are_not_graded_again():
     found = results(("agent_error", 0.0, "ValueError: broken"), ("agent_error", 0.0, "ValueError: broken"))
     assert (found["graded"], found["passed"], found["failed"], found["skipped"], found["pass_rate"]) == (0, 0, 0, 2, None)
-    assert "passed 0 of 0 graded" in told(found)
-    assert "failed 2 (agent_error: ValueError: broken) ungraded 0 wrong 0" in told(found)
+    assert "passed 0 of 0 graded" in reported(found)
+    assert "failed 2 (agent_error: ValueError: broken) ungraded 0 wrong 0" in reported(found)
 
 
 def test_wrong_failed_and_ungraded_are_three_numbers():
@@ -38,12 +38,12 @@ def test_wrong_failed_and_ungraded_are_three_numbers():
     )
     assert (found["graded"], found["passed"], found["failed"], found["skipped"]) == (3, 1, 2, 2)
     assert found["score"] == 0.2
-    text = told(found)
+    text = reported(found)
     for said in ("passed 1 of 3 graded", "wrong 2 (reward 0, below 1)", "failed 1 (timeout: too slow)", "ungraded 1 (no reward)"):
         assert said in text
 
 
-def test_the_osmosis_command_tells_them_too():
+def test_osmosis_command_reports_them_too():
     found = results(("agent_error", 0.0, "boom"), ("agent_error", 0.0, "boom"), ("completed", 0.0, ""))
     lines = results_of(eval_summary({"results": found}), found)
     assert lines[:3] == [

@@ -7,10 +7,9 @@ import pytest
 
 from penstock.engines.base import TokenPath
 from penstock.errors import RequestError
-from penstock.gateway.call import Prompt
 from penstock.gateway.dialects.base import ModelAnswer, UnsentTokens
 from penstock.gateway.dialects.messages import MessagesDialect
-from penstock.gateway.last_request import LastRequest
+from penstock.gateway.request import LastRequest, Prompt
 from penstock.records import Sampling, Step
 
 TOOL = {"name": "multiply", "description": "a times b", "input_schema": {"type": "object", "properties": {"a": {"type": "number"}}}}
@@ -77,7 +76,7 @@ def step(message, *, sampled="", finish="stop", stop=(), stop_ids=(0,)):
         sampling=Sampling(stop=stop, stop_ids=stop_ids),
         finish=finish,
         message={"role": "assistant", "content": ""} | message,
-        chain="",
+        messages_digest="",
     )
 
 

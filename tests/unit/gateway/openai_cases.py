@@ -9,10 +9,9 @@ from tokenizers import decoders, models, pre_tokenizers
 from penstock.chat.parsers.base import Reasoning, Text
 from penstock.chat.tokenizer import BYTE_OF, Tokenizer
 from penstock.engines.base import TokenPath
-from penstock.gateway.call import Prompt
 from penstock.gateway.dialects.base import ModelAnswer, UnsentTokens
-from penstock.gateway.last_request import LastRequest
 from penstock.gateway.reply import CallDelta
+from penstock.gateway.request import LastRequest, Prompt
 from penstock.records import Sampling, Step
 
 FUNCTION = {"type": "function", "name": "multiply", "description": "Multiply.", "parameters": {"type": "object"}, "strict": False}
@@ -70,7 +69,7 @@ def answer_to(call, reply, finish="stop", seconds=1.5):
         sampling=call.sampling,
         finish=finish,
         message=reply,
-        chain="",
+        messages_digest="",
         seconds=seconds,
         answer="0123-0",
         created=1000.25,
@@ -99,13 +98,13 @@ def streamed(dialect, answer, batches):
     (step,) = answer.steps
     writer = dialect(tokenizer()).events(answer)
     parts = [writer.start()]
-    told = 0
+    reported = 0
     for batch in batches:
         size = sum(len(tokenizer().encode(delta.text)) for delta in batch if not isinstance(delta, CallDelta))
-        unsent = UnsentTokens(step.completion_ids[told : told + size], step.logprobs[told : told + size])
+        unsent = UnsentTokens(step.completion_ids[reported : reported + size], step.logprobs[reported : reported + size])
         parts.append(writer.delta(0, batch, unsent))
-        told += size
-    rest = UnsentTokens(step.completion_ids[told:], step.logprobs[told:])
+        reported += size
+    rest = UnsentTokens(step.completion_ids[reported:], step.logprobs[reported:])
     return b"".join([*parts, writer.finish_choice(0, step, rest), writer.finish([step])])
 
 

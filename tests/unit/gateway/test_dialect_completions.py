@@ -88,7 +88,7 @@ def test_a_prompt_of_token_ids_is_spelt_out():
 
 
 @given(st.text(), st.integers(1, 5), st.sampled_from(["stop", "length"]))
-def test_however_a_reply_is_cut_its_stream_adds_up_to_the_whole_answer(text, size, finish):
+def test_however_reply_is_cut_stream_adds_up_to_whole_answer(text, size, finish):
     call = ask(stream=True, logprobs=0, return_token_ids=True, stream_options={"include_usage": True})
     *events, usage, done = events_in(
         streamed(CompletionsDialect, answer_to(call, message(text), finish), [[Text(part)] for part in cut(text, size)])
@@ -102,7 +102,7 @@ def test_however_a_reply_is_cut_its_stream_adds_up_to_the_whole_answer(text, siz
     assert [choice["finish_reason"] for choice in choices[:-1]] == [None] * (len(choices) - 1)
 
 
-def test_a_stream_that_breaks_ends_with_an_error_and_no_end_mark():
+def test_stream_that_breaks_ends_with_error_and_no_end_mark():
     (event,) = events_in(
         CompletionsDialect(tokenizer()).error_event(RequestError("the engine failed", status=502, code="engine_error"))
     )

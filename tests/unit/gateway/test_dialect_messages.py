@@ -32,14 +32,14 @@ def test_system_stands_first_whether_string_or_blocks():
     assert [m["role"] for empty in ("", [], None, [text("")]) for m in parse(USER, system=empty).messages] == ["user"] * 4
 
 
-def test_what_system_says_to_the_vendor_is_left_out_and_counted():
+def test_what_system_says_to_vendor_is_left_out_and_counted():
     header = text("x-anthropic-billing-header: cc_version=2.1; cch=1f3;")
     call = parse(USER, system=[header, text("Be brief.")])
     assert call.messages[0]["content"] == "Be brief."
     assert call.ignored == ("system:billing_header",)
 
 
-def test_a_turn_of_results_and_texts_is_results_first_then_one_user_message():
+def test_results_come_before_texts_of_a_turn():
     result = block("tool_result", tool_use_id="a", content="42", is_error=False)
     other = block("tool_result", tool_use_id="b", content=[text("4"), text("3")])
     call = parse(
@@ -56,12 +56,12 @@ def test_a_turn_of_results_and_texts_is_results_first_then_one_user_message():
     ("said", "read"),
     [("no such file", "Error: no such file"), ("Error: none", "Error: none"), ("<tool_use_error>x", "<tool_use_error>x")],
 )
-def test_a_result_that_is_an_error_says_so(said, read):
+def test_result_that_is_error_reports_it(said, read):
     call = parse({"role": "user", "content": [block("tool_result", tool_use_id="a", content=said, is_error=True)]})
     assert call.messages[0]["content"] == read
 
 
-def test_an_assistant_turn_is_one_message_even_when_sent_back_in_pieces():
+def test_assistant_turn_is_one_message_when_sent_back_in_pieces():
     thinking = block("thinking", thinking="6 * 7", signature="s")
     use = block("tool_use", id="call_1", name="multiply", input={"a": 6})
     whole_turn = {"role": "assistant", "content": [thinking, text("So"), use, text(" it is")]}
@@ -176,7 +176,7 @@ def test_redacted_thinking_is_left_out_and_counted():
         ("hello", "messages[1]"),
     ],
 )
-def test_a_block_that_cannot_be_read_is_refused_by_its_place(turn, param):
+def test_block_that_cannot_be_read_is_rejected_by_its_place(turn, param):
     assert refused({"role": "assistant", "content": "x"}, turn).param == param
 
 
@@ -224,7 +224,7 @@ def test_input_nested_too_deep_is_refused():
     assert refused(USER, {"role": "assistant", "content": [block("tool_use", id="a", name="f", input={"x": deep})]}, USER)
 
 
-def test_a_thread_goes_on_from_what_was_recorded():
+def test_thread_continues_from_what_was_recorded():
     said = ({"role": "system", "content": "Be brief."}, USER, {"role": "assistant", "content": "42"})
     past = Before("abc-0", said, [{"type": "function", "function": OURS}])
     call = parse(USER, past=past, thread={"type": "continue", "previous_message_id": "msg_abc-0"})
@@ -233,7 +233,7 @@ def test_a_thread_goes_on_from_what_was_recorded():
     assert parse(USER, thread={"type": "create"}).ignored == ()
 
 
-def test_a_thread_that_is_not_known_tells_the_client_to_send_everything():
+def test_thread_that_is_not_known_reports_client_to_send_everything():
     error = refused(USER, thread={"type": "continue", "previous_message_id": "msg_other"})
     assert error.status == 404
     assert DIALECT.error(error)["error"]["details"]["error_code"] == "thread_not_found"
@@ -279,7 +279,7 @@ def test_an_answer_has_the_vendors_shape():
         (step({}, sampled="", stop=("x",)), "end_turn", None),
     ],
 )
-def test_why_a_reply_ended_is_told(made, reason, sequence):
+def test_why_a_reply_ended_is_reported(made, reason, sequence):
     assert (whole(made)["stop_reason"], whole(made)["stop_sequence"]) == (reason, sequence)
     assert streamed([], made)[-2]["delta"] == {"stop_reason": reason, "stop_sequence": sequence}
 
@@ -289,7 +289,7 @@ def test_an_empty_reply_is_one_empty_text():
     assert accumulated(streamed([], step({})))["content"] == [{"type": "text", "text": ""}]
 
 
-def test_arguments_that_are_no_object_travel_as_one_and_come_back_as_they_were():
+def test_non_object_arguments_survive_a_round_trip():
     for written in ('{"a": ', "[1]", "six", "NaN"):
         calls = [{"id": "call_1", "type": "function", "function": {"name": "f", "arguments": written}}]
         made = step({"content": None, "tool_calls": calls})
@@ -299,7 +299,7 @@ def test_arguments_that_are_no_object_travel_as_one_and_come_back_as_they_were()
         assert message_digest(back) == message_digest(made.message)
 
 
-def test_arguments_that_claude_code_could_not_parse_come_back_as_they_were():
+def test_arguments_that_claude_code_could_not_parse_come_back_unchanged():
     def back(given):
         use = block("tool_use", id="a", name="f", input={"__unparsedToolInput": given})
         return parse(USER, {"role": "assistant", "content": [use]}, USER).messages[1]["tool_calls"][0]["function"]["arguments"]
@@ -308,7 +308,7 @@ def test_arguments_that_claude_code_could_not_parse_come_back_as_they_were():
     assert json.loads(back({"raw": "x" * 10, "len": 5000})) == {"__unparsedToolInput": {"raw": "x" * 10, "len": 5000}}
 
 
-def test_text_after_a_call_is_a_block_of_its_own():
+def test_text_after_a_call_is_a_block():
     deltas = [Text("a"), CallDelta(0, "call_1", "f", "{}"), Text("b"), Text("c")]
     events = streamed(deltas, step({}))
     assert [each["type"] for each in accumulated(events)["content"]] == ["text", "tool_use", "text"]
@@ -343,7 +343,7 @@ def test_errors_have_the_vendors_names(status, kind):
     assert (name, orjson.loads(sent.removeprefix(b"data: "))) == (b"event: error", {"type": "error", "error": inside})
 
 
-def test_a_prompt_that_does_not_fit_is_told_in_words_that_agents_know():
+def test_overlong_prompt_is_reported_in_known_words():
     error = RequestError("the prompt has 5000 tokens; the context holds 4096 with the reply", code="context_length_exceeded")
     assert DIALECT.error(error)["error"]["message"] == "prompt is too long: 5000 tokens > 4096 maximum"
     error = RequestError("too much", code="context_length_exceeded")

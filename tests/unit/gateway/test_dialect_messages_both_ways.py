@@ -46,7 +46,7 @@ def cut(draw, delta):
 
 
 @given(replies(), st.data())
-def test_however_a_reply_is_cut_the_stream_adds_up_to_the_whole_answer(message, source):
+def test_however_reply_is_cut_stream_adds_up_to_whole_answer(message, source):
     made = step(message, sampled="ab\0")
     deltas = [part for delta in deltas_of(message) for part in cut(source.draw, delta)]
     assert accumulated(streamed(deltas, made)) == whole(made)
@@ -89,7 +89,7 @@ def given_out(text, ends, **how):
 @example('{"a": 1e999}', None)
 @example('{"a": [{"b": [1, {"c"', None)
 @example('{"a": "\\ud83d\\ude00\\ud800"}', None)
-def test_arguments_are_an_object_whatever_the_model_wrote_and_come_back_as_it_wrote_them(written, source):
+def test_any_arguments_become_an_object_and_come_back(written, source):
     ends = sorted(source.draw(st.lists(st.integers(0, len(written)), max_size=5))) if source else []
     sent = given_out(written, ends, cut=False)
     assert sent == given_out(written, [], cut=False)
@@ -102,7 +102,7 @@ def test_arguments_are_an_object_whatever_the_model_wrote_and_come_back_as_it_wr
 
 
 @given(st.dictionaries(st.text(), JSON, min_size=1, max_size=3), st.data())
-def test_arguments_that_are_json_go_out_unchanged_and_as_they_come(members, source):
+def test_json_arguments_are_sent_unchanged(members, source):
     written = json.dumps(members)
     end = source.draw(st.integers(0, len(written)))
     assert given_out(written, [end], cut=False) == written

@@ -24,7 +24,7 @@ from pydantic import TypeAdapter
 from penstock.chat.parsers.base import Text
 from penstock.chat.templates import message_digest
 from penstock.errors import RequestError
-from penstock.gateway.dialects.freeform import FreeformReader, freeform_arguments, freeform_text
+from penstock.gateway.dialects.fields import FreeformReader, freeform_arguments, freeform_text
 from penstock.gateway.dialects.responses import ResponsesDialect
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
@@ -237,7 +237,7 @@ def test_the_whole_answer_is_a_response_that_the_sdk_validates(reply, finish):
     assert response.usage.total_tokens == 3 + response.usage.output_tokens
 
 
-def test_calls_come_back_under_the_names_and_kinds_that_the_client_knows():
+def test_calls_come_back_under_names_and_kinds_that_client_knows():
     calls = [("multiply", '{"a": 6}'), ("agents__close", "{}"), ("patch", '{"input": "*** Begin\\n"}'), ("unknown", "{}")]
     items = whole(ask(tools=TOOLS), message(calls=calls))["output"]
     known = [(item["type"], item["name"], item.get("namespace")) for item in items]
@@ -250,7 +250,7 @@ def test_calls_come_back_under_the_names_and_kinds_that_the_client_knows():
     assert (items[2]["input"], items[2]["call_id"], items[0]["arguments"]) == ("*** Begin\n", "call_2", '{"a": 6}')
 
 
-def test_an_answer_that_was_cut_off_says_so():
+def test_answer_that_was_cut_off_reports_it():
     body = whole(ask(), message("It is", thought="Hm."), "length")
     assert (body["status"], body["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     assert [item["status"] for item in body["output"]] == ["completed", "incomplete"]
@@ -266,7 +266,7 @@ def test_a_reply_that_is_sent_back_means_the_same(reply):
 
 
 @given(st.sampled_from(REPLIES), st.integers(1, 12), st.integers(1, 4), st.sampled_from(["stop", "length"]))
-def test_however_a_reply_is_cut_its_stream_ends_as_the_whole_answer(reply, size, batch, finish):
+def test_however_reply_is_cut_its_stream_ends_as_whole_answer(reply, size, batch, finish):
     call = ask(tools=TOOLS, stream=True, include=["message.output_text.logprobs"])
     answer, deltas = answer_to(call, reply, finish), list(deltas_in(reply, size))
     batches = [deltas[start : start + batch] for start in range(0, len(deltas), batch)]
@@ -308,7 +308,7 @@ def test_a_stream_has_the_vendors_events_in_the_vendors_order():
     ]
 
 
-def test_text_after_a_call_is_a_message_of_its_own_and_still_one_reply_when_sent_back():
+def test_text_after_a_call_stays_one_reply():
     reply = message("Hm. And then.", calls=[("multiply", "{}")])
     before, call = list(deltas_in(message("Hm.", calls=[("multiply", "{}")]))), ask(tools=TOOLS)
     stream = streamed(ResponsesDialect, answer_to(call, reply), [before, [Text(" And then.")]])
@@ -323,15 +323,15 @@ def test_logprobs_come_with_the_text():
     part = whole(call, message("42."))["output"][0]["content"][0]
     assert [each["token"] for each in part["logprobs"]] == ["4", "2", "."]
     events = events_in(streamed(ResponsesDialect, answer_to(call, message("42.")), [[Text("4")], [Text("2.")]]))
-    told = [[each["token"] for each in event["logprobs"]] for event in events if event["type"] == "response.output_text.delta"]
-    assert told == [["4"], ["2", "."]]
+    reported = [[each["token"] for each in event["logprobs"]] for event in events if event["type"] == "response.output_text.delta"]
+    assert reported == [["4"], ["2", "."]]
 
 
-def test_logprobs_of_deltas_that_come_together_are_told_once():
+def test_logprobs_of_deltas_that_come_together_are_reported_once():
     call = ask(include=["message.output_text.logprobs"])
     events = events_in(streamed(ResponsesDialect, answer_to(call, message("42.")), [[Text("4"), Text("2.")]]))
-    told = [len(event["logprobs"]) for event in events if event["type"] == "response.output_text.delta"]
-    assert told == [3, 0]
+    reported = [len(event["logprobs"]) for event in events if event["type"] == "response.output_text.delta"]
+    assert reported == [3, 0]
 
 
 CODEX = {
@@ -346,10 +346,10 @@ CODEX = {
     "client_metadata": {"turn_id": "1"},
     "tools": [FUNCTION | {"name": "exec_command"}, NAMESPACE, {"type": "web_search", "external_web_access": True}],
 }
-"""What the Codex CLI sends beside its input."""
+"""What the Codex CLI sends next to its input."""
 
 
-def test_the_requests_of_a_coding_agent_pass_and_its_second_one_continues_the_first():
+def test_requests_of_coding_agent_pass_and_second_one_continues_first():
     asked = [
         {"type": "message", "id": f"msg_{n}", "role": role, "content": [{"type": "input_text", "text": f"{n}"}]}
         for n, role in enumerate(["developer", "developer", "user", "user"])
@@ -395,7 +395,7 @@ def test_whatever_is_sent_is_read_or_refused(body):
 
 
 @given(st.text(), st.booleans(), st.integers(1, 5))
-def test_freeform_input_survives_the_way_through_json_however_it_is_cut(text, plain, size):
+def test_freeform_input_survives_way_through_json_however_it_is_cut(text, plain, size):
     arguments = json.dumps({"input": text}, ensure_ascii=plain)
     reader = FreeformReader()
     parts = [reader.push(arguments[start : start + size]) for start in range(0, len(arguments), size)]
@@ -415,7 +415,7 @@ BROKEN = [
 
 
 @given(st.one_of(st.sampled_from(BROKEN), st.text(alphabet='{}":\\ud8inpt ')), st.integers(1, 5))
-def test_freeform_arguments_of_any_form_are_read_the_same_however_they_are_cut(arguments, size):
+def test_freeform_arguments_are_read_however_cut(arguments, size):
     reader = FreeformReader()
     parts = [reader.push(arguments[start : start + size]) for start in range(0, len(arguments), size)]
     read = "".join(parts) + reader.finish()
@@ -423,5 +423,5 @@ def test_freeform_arguments_of_any_form_are_read_the_same_however_they_are_cut(a
     read.encode()
 
 
-def test_freeform_arguments_that_are_no_input_are_given_as_they_are():
+def test_freeform_arguments_that_are_no_input_are_given_unchanged():
     assert [freeform_text(each) for each in BROKEN] == ["cut", "a", "a", "\\q\ufffdx", '{"patch": "x"}', "{", "", "text"]

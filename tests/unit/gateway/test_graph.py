@@ -2,8 +2,8 @@ import pytest
 
 from penstock.chat.templates import chain_digest, message_digest
 from penstock.gateway.graph import HISTORY_EDITED, REPLY_EDITED, TOOLS_CHANGED, TokenGraph, prompts
-from penstock.gateway.last_request import LastRequest
-from penstock.records import Attempt, Node, Sampling, Step, make_rollout
+from penstock.gateway.request import LastRequest
+from penstock.records import Node, Rollout, Sampling, Step, make_rollout
 
 ROLLOUT = make_rollout("train-0", "t", 0)
 ASK = {"role": "user", "content": "ask"}
@@ -19,13 +19,13 @@ class Scene:
     """Builds a rollout call by call, as the recorder would; tokens are counted up so that none occurs twice."""
 
     def __init__(self):
-        self.graph = TokenGraph(Attempt(rollout=ROLLOUT))
+        self.graph = TokenGraph(Rollout(ref=ROLLOUT))
         self.next_token = 0
 
     def call(self, messages, reply, *, tools=(), finish="stop"):
         place = self.match(messages, tools)
         new = tuple(messages[place.known :])
-        same = [n for n in self.graph.nodes.values() if n.chain == place.chain and n.parent == place.step]
+        same = [n for n in self.graph.nodes.values() if n.messages_digest == place.chain and n.parent == place.step]
         node = same[0] if same else self._node(place, new, tools)
         step = Step(
             rollout_id=ROLLOUT.id,
@@ -38,7 +38,7 @@ class Scene:
             sampling=Sampling(),
             finish=finish,
             message=said(reply),
-            chain=chain_digest(place.chain, message_digest(said(reply))),
+            messages_digest=chain_digest(place.chain, message_digest(said(reply))),
         )
         self.graph.add(step, None if same else node)
         return step
@@ -47,7 +47,7 @@ class Scene:
         return self.graph.match(messages, LastRequest().chains(messages, tuple(tools)))
 
     def attempt(self):
-        return Attempt(rollout=ROLLOUT, nodes=tuple(self.graph.nodes.values()), steps=tuple(self.graph.steps.values()))
+        return Rollout(ref=ROLLOUT, nodes=tuple(self.graph.nodes.values()), steps=tuple(self.graph.steps.values()))
 
     def _node(self, place, new, tools):
         tokens = self._tokens(3)
@@ -56,7 +56,7 @@ class Scene:
             id=self.graph.next_node,
             parent=place.step,
             token_ids=tokens,
-            chain=place.chain,
+            messages_digest=place.chain,
             messages=new,
             tools=tuple(tools) if place.step is None else (),
             reason=place.reason,
@@ -77,7 +77,7 @@ def test_a_first_call_opens_a_root(scene):
     assert (place.step, place.known, place.reason) == (None, 0, None)
 
 
-def test_a_second_turn_goes_on_from_the_reply(scene):
+def test_second_turn_continues_from_reply(scene):
     scene.call([ASK], "one")
     place = scene.match([ASK, said("one"), MORE])
     assert (place.step, place.known) == (0, 2)
@@ -99,14 +99,14 @@ def test_two_replies_to_one_prompt_share_its_node(scene):
     assert scene.match([ASK, said("two"), MORE]).step == 1
 
 
-def test_of_two_equal_replies_the_last_whole_one_goes_on(scene):
+def test_of_two_equal_replies_the_last_whole_one_continues(scene):
     scene.call([ASK], "same")
     scene.call([ASK], "same")
     scene.call([ASK], "same", finish="cancelled")
     assert scene.match([ASK, said("same"), MORE]).step == 1
 
 
-def test_a_broken_reply_goes_on_where_there_is_no_other(scene):
+def test_broken_reply_continues_where_there_is_no_other(scene):
     scene.call([ASK], "half", finish="cancelled")
     assert scene.match([ASK, said("half"), MORE]).step == 0
 
@@ -118,7 +118,7 @@ def test_a_branch_leaves_the_path_where_it_differs(scene):
     assert (place.step, place.known) == (0, 2)
 
 
-def test_an_edited_reply_later_on_is_rendered_after_the_known_part(scene):
+def test_edited_reply_later_on_is_rendered_after_known_part(scene):
     scene.call([ASK], "one")
     scene.call([ASK, said("one"), MORE], "two")
     place = scene.match([ASK, said("one"), MORE, said("TWO"), MORE])
@@ -145,7 +145,7 @@ def test_a_root_that_breaks_a_path_says_why(scene, messages, tools, reason):
     assert (place.step, place.reason) == (None, reason)
 
 
-def test_calls_with_and_without_tools_in_turns_change_the_tools_only(scene):
+def test_calls_with_and_without_tools_in_turns_change_tools_only(scene):
     scene.call([ASK], "one", tools=(TOOL,))
     scene.call([ASK, said("one"), MORE], "two")
     third = [ASK, said("one"), MORE, said("two"), ASK]
@@ -161,12 +161,12 @@ def test_tools_that_are_dropped_on_the_way_are_named(scene):
     assert scene.match([ASK, said("one"), MORE, said("two"), MORE]).reason == TOOLS_CHANGED
 
 
-def test_a_node_is_shared_only_by_the_same_tokens_in_the_same_place(scene):
+def test_node_is_shared_only_by_same_tokens_in_same_place(scene):
     scene.call([ASK], "one")
     node = scene.graph.nodes[0]
-    assert scene.graph.find(None, node.chain, [0, 1, 2]) == node
-    assert scene.graph.find(None, node.chain, [0, 1, 3]) is None
-    assert scene.graph.find(0, node.chain, [0, 1, 2]) is None
+    assert scene.graph.find(None, node.messages_digest, [0, 1, 2]) == node
+    assert scene.graph.find(None, node.messages_digest, [0, 1, 3]) is None
+    assert scene.graph.find(0, node.messages_digest, [0, 1, 2]) is None
     assert scene.graph.find(None, "elsewhere", [0, 1, 2]) is None
 
 

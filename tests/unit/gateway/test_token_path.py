@@ -17,7 +17,7 @@ def test_a_path_behaves_as_the_tuple_of_its_tokens(parts, start, stop, step):
 
 
 @given(PARTS, st.integers(0, 5))
-def test_a_path_goes_on_and_stays_as_it_is(parts, known):
+def test_path_continues_and_stays_unchanged(parts, known):
     path = TokenPath(*parts[:known])
     before = tuple(path)
     longer = path

@@ -10,9 +10,9 @@ import orjson
 from penstock.codec import to_json
 from penstock.gateway.dialects.chat import ChatDialect
 from penstock.gateway.graph import TokenGraph
-from penstock.gateway.last_request import LastRequest
-from penstock.gateway.pending_response import PendingResponse, ResponseCache
-from penstock.records import Attempt, Node, Sampling, Step, make_rollout
+from penstock.gateway.request import LastRequest
+from penstock.gateway.response import PendingResponse, ResponseCache
+from penstock.records import Node, Rollout, Sampling, Step, make_rollout
 
 
 def taken(make, count):
@@ -39,7 +39,8 @@ def test_a_cached_response_takes_no_more_memory_than_its_weight():
         async def send(message): ...
 
         async def respond(number):
-            response = PendingResponse(f"{number:024}", ChatDialect(None), send)
+            response = PendingResponse(ChatDialect(None), send)
+            response.request = f"{number:024}"
             if number % 2:
                 await response.send_body(200, orjson.dumps({"ids": list(range(500))}))
             else:
@@ -72,7 +73,12 @@ def conversation(number, *, steps=10, tokens=200):
         token_ids = tuple(ids.randrange(300, 100_000) for _ in range(tokens))
         parent = index - 1 if index else None
         return Node(
-            rollout_id=rollout.id, id=index, parent=parent, token_ids=token_ids, chain=f"{number}-{index}", messages=messages
+            rollout_id=rollout.id,
+            id=index,
+            parent=parent,
+            token_ids=token_ids,
+            messages_digest=f"{number}-{index}",
+            messages=messages,
         )
 
     def step(index):
@@ -88,11 +94,11 @@ def conversation(number, *, steps=10, tokens=200):
             sampling=Sampling(),
             finish="stop",
             message={"role": "assistant", "content": f"{index} {number}" * 40},
-            chain=f"{number}-{index}-r",
+            messages_digest=f"{number}-{index}-r",
             answer=f"{number}{index}-0",
         )
 
-    return TokenGraph(Attempt(rollout=rollout, nodes=tuple(map(node, range(steps))), steps=tuple(map(step, range(steps)))))
+    return TokenGraph(Rollout(ref=rollout, nodes=tuple(map(node, range(steps))), steps=tuple(map(step, range(steps)))))
 
 
 def test_the_weight_of_a_token_graph_is_near_its_memory():
@@ -106,7 +112,7 @@ def test_the_weight_of_a_last_request_is_near_its_memory():
         messages = [{"role": "user", "content": f"{number} {index} " * 200} for index in range(50)]
         body = orjson.dumps({"messages": messages})
         last = LastRequest()
-        last.messages(last.body.read(body)["messages"], lambda index, raw: dict(raw))
+        last.messages(orjson.loads(body)["messages"], lambda index, raw: dict(raw))
         return last
 
     each, kept = taken(request, 20)

@@ -1,4 +1,4 @@
-"""A function of the author's as the grader: what it is told, and what it may give."""
+"""A function of the author's as the grader: what it received, and what it may give."""
 
 import asyncio
 import json
@@ -6,9 +6,9 @@ import json
 import pytest
 
 from penstock.errors import ConfigError, GraderError
-from penstock.graders.function import FunctionGrader, FunctionGraderConfig
 from penstock.sdk.context import GraderContext
 from penstock.sdk.samples import RolloutSample
+from penstock_compat.graders.function import FunctionGrader, FunctionGraderConfig
 
 TALK = [
     {"role": "system", "content": "Be brief."},
@@ -36,11 +36,11 @@ def graded(folder, code, **metadata):
         ("class Score:\n    def __call__(self, **given): return 0.5\ncompute_score = Score()", 0.5),
     ],
 )
-def test_a_function_gives_a_number_or_a_mapping_at_once_or_later(tmp_path, code, reward):
+def test_function_gives_number_or_mapping_at_once_or_later(tmp_path, code, reward):
     assert graded(tmp_path, code) == reward
 
 
-def test_a_function_is_told_the_row_all_that_the_policy_said_and_the_talk(tmp_path):
+def test_function_is_reported_row_all_that_policy_said_and_talk(tmp_path):
     code = (
         "import json, pathlib\n"
         "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
@@ -62,5 +62,5 @@ def test_what_is_no_reward_is_refused(tmp_path, given):
 
 def test_a_file_without_the_function_is_named(tmp_path):
     (tmp_path / "score.py").write_text("compute_score = 1")
-    with pytest.raises(ConfigError, match="has no function 'compute_score'"):
+    with pytest.raises(ConfigError, match="compute_score"):
         FunctionGrader(FunctionGraderConfig(path=tmp_path / "score.py"))

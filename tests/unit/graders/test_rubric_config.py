@@ -32,7 +32,7 @@ def test_a_program_and_a_flow_are_judged_too(tmp_path):
     assert opened(tmp_path, TABLE, flow).grader is RubricGrader
 
 
-def test_its_file_lies_beside_the_agents(tmp_path):
+def test_its_file_lies_next_to_the_agents(tmp_path):
     (tmp_path / "rubric.md").write_text("Be right.")
     table = {key: value for key, value in TABLE.items() if key != "rubric"} | {"path": "rubric.md"}
     assert opened(tmp_path, table).grader_config.path == tmp_path / "rubric.md"

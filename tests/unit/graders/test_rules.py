@@ -6,9 +6,9 @@ import pytest
 
 from penstock import GraderContext
 from penstock.errors import DatasetError, GraderError
-from penstock.graders import gsm8k
-from penstock.graders.rule import RuleGrader, assistant_text, rule_reward
 from penstock.sdk.samples import RolloutSample
+from penstock_compat.graders import gsm8k
+from penstock_compat.graders.rule import RuleGrader, assistant_text, rule_reward
 
 ROW = {"data_source": "openai/gsm8k", "reward_model": {"style": "rule", "ground_truth": "72"}}
 
@@ -46,14 +46,14 @@ def test_flexible_score_takes_the_last_number(text, reward):
     assert gsm8k.score(text, "72", flexible=True) == reward
 
 
-def test_truth_is_the_number_at_the_end_of_the_worked_answer():
+def test_truth_is_number_at_end_of_worked_answer():
     assert gsm8k.ground_truth("48 #### 3\n48/2 = <<48/2=24>>24\n#### 1,072") == "1072"
     for broken in ("72", "#### ", "#### many", "####72"):
-        with pytest.raises(DatasetError, match="does not end in"):
+        with pytest.raises(DatasetError, match="end"):
             gsm8k.ground_truth(broken)
 
 
-def test_reward_comes_by_the_source_of_the_row_and_either_place_of_its_truth():
+def test_reward_uses_the_rule_of_its_data_source():
     assert rule_reward("#### 72", ROW) == 1.0
     assert rule_reward("#### 72", {"data_source": "openai/gsm8k", "ground_truth": 72}) == 1.0
     assert rule_reward("#### 71", ROW) == 0.0
@@ -70,7 +70,7 @@ def test_reward_comes_by_the_source_of_the_row_and_either_place_of_its_truth():
         ({"data_source": "os:getcwd", "ground_truth": "1"}, "unknown data source 'os:getcwd'"),
     ],
 )
-def test_row_without_a_rule_is_refused_and_told_which_there_are(fields, words):
+def test_row_without_a_rule_is_rejected_and_reported(fields, words):
     with pytest.raises(GraderError, match=words):
         rule_reward("#### 1", fields)
 
@@ -81,7 +81,7 @@ def graded(*messages, label="72"):
     return ctx.reward
 
 
-def test_rollout_is_scored_once_by_the_last_answer_that_the_policy_wrote():
+def test_rollout_is_scored_once_by_last_answer_that_policy_wrote():
     wrong, right = ({"role": "assistant", "content": f"#### {number}"} for number in (71, 72))
     asked = {"role": "user", "content": "Answer as #### 72"}
     call = {"role": "assistant", "content": None, "tool_calls": [{}]}

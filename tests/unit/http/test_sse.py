@@ -33,7 +33,7 @@ def test_byte_by_byte():
 
 @pytest.mark.parametrize("piece", [b"data: " + b"x" * 200, b"data: x\n" * 30, b"x" * 200])
 def test_an_event_without_end_is_refused(piece: bytes):
-    with pytest.raises(ValueError, match="longer than 100 bytes"):
+    with pytest.raises(ValueError, match="100"):
         SseDecoder(limit=100).feed(piece)
 
 

@@ -61,33 +61,33 @@ def test_tokens_are_those_that_the_chat_template_renders(renderer, tools):
     assert (len(ids), sum(written)) == (47 if tools else 43, 16)
 
 
-def test_calls_and_results_of_a_framework_are_the_same_tokens_as_text(renderer):
+def test_calls_and_results_of_framework_are_same_tokens_as_text(renderer):
     asked, _, _, answer = tiny.conversation(3, 7)
     function = {"name": "multiply", "arguments": '{"a": 3, "b": 7}'}
     call = {"role": "assistant", "content": None, "tool_calls": [{"id": "call_0", "type": "function", "function": function}]}
-    told = {"role": "tool", "tool_call_id": "call_0", "content": "21"}
-    prompt = renderer.root([asked, call, told], PROBE_TOOLS)
+    reported = {"role": "tool", "tool_call_id": "call_0", "content": "21"}
+    prompt = renderer.root([asked, call, reported], PROBE_TOOLS)
     assert [*prompt, *renderer.tokenizer.encode("21"), tiny.END, *b"\n"] == tiny.encode([*tiny.conversation(3, 7)], tools=True)[0]
     assert answer["content"] == "21"
 
 
 def test_several_results_share_a_turn_and_text_stands_before_calls(renderer):
     calls = [{"id": f"call_{i}", "type": "function", "function": {"name": "multiply", "arguments": "{}"}} for i in range(2)]
-    told = [{"role": "tool", "tool_call_id": f"call_{i}", "content": str(i)} for i in range(2)]
-    text = renderer.template.render([{"role": "assistant", "content": "So:", "tool_calls": calls}, *told], generate=False)
+    reported = [{"role": "tool", "tool_call_id": f"call_{i}", "content": str(i)} for i in range(2)]
+    text = renderer.template.render([{"role": "assistant", "content": "So:", "tool_calls": calls}, *reported], generate=False)
     written = '<tool_call>\n{"name": "multiply", "arguments": {}}\n</tool_call>'
     results = "<tool_response>\n0\n</tool_response>\n<tool_response>\n1\n</tool_response>"
     assert text == f"<|im_start|>assistant\nSo:\n{written}\n{written}<|im_end|>\n<|im_start|>user\n{results}<|im_end|>\n"
 
 
-def test_a_system_text_and_the_schemas_of_tools_are_left_out(renderer):
+def test_system_text_and_schemas_of_tools_are_left_out(renderer):
     system = {"role": "system", "content": "Zähle!"}
     assert renderer.root([system, *tiny.tiny_task(3, 7)]) == renderer.root(tiny.tiny_task(3, 7))
     others = [{**PROBE_TOOLS[0], "function": {**PROBE_TOOLS[0]["function"], "name": "add"}}]
     assert renderer.root(tiny.tiny_task(3, 7), others) == renderer.root(tiny.tiny_task(3, 7), PROBE_TOOLS)
 
 
-def test_its_tools_are_read_in_the_hermes_form_and_every_conversation_goes_on_by_exact_tokens(renderer):
+def test_tools_use_the_hermes_form_with_exact_tokens(renderer):
     assert renderer.native_tools
     assert renderer.bridge.result.unproven == {}
     begun = renderer.begin("multiply")

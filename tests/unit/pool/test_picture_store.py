@@ -15,18 +15,18 @@ def test_a_picture_lies_once_under_its_digest(tmp_path: Path):
     assert (store.read(DIGEST), store.size_bytes()) == (RED, 3)
 
 
-def test_a_full_store_takes_no_more_and_keeps_what_it_has(tmp_path: Path):
+def test_full_store_takes_no_more_and_keeps_what_it_has(tmp_path: Path):
     store = PictureStore(tmp_path, max_bytes=3)
     assert store.put(RED) and not store.put(b"blue") and store.put(RED)
 
 
-def test_what_is_damaged_missing_or_no_digest_is_refused(tmp_path: Path):
+def test_damaged_missing_or_invalid_digest_is_rejected(tmp_path: Path):
     store = PictureStore(tmp_path)
     store.put(RED)
     store.path(DIGEST).write_bytes(b"blue")
     (tmp_path / "secret").write_text("s")
-    for digest, told in ((DIGEST, "damaged"), ("0" * 64, "is not in"), ("../secret", "no digest")):
-        with pytest.raises(PoolError, match=told):
+    for digest, reported in ((DIGEST, "damaged"), ("0" * 64, "is not in"), ("../secret", "digest")):
+        with pytest.raises(PoolError, match=reported):
             store.read(digest)
 
 

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 import pytest
 
 from penstock.errors import PoolFailed
-from penstock.pool.sql.pool import ReaderThreads
-from penstock.pool.sql.sqlite import open_database
+from penstock.pool.sql_pool import ReaderThreads
+from penstock.pool.sqlite import open_database
 from penstock.pool.writer import BatchOperation, Writer
 
 
@@ -59,7 +59,7 @@ def play(steps: Callable[[], Any]) -> None:
     asyncio.run(main())
 
 
-def test_a_writer_goes_on_after_a_connection_that_broke_with_the_commit_and_with_undoing_it() -> None:
+def test_writer_continues_after_a_broken_connection() -> None:
     async def steps() -> None:
         database = Breaking("COMMIT", "ROLLBACK")
         writer = Writer(database, explain)  # type: ignore[arg-type]
@@ -72,7 +72,7 @@ def test_a_writer_goes_on_after_a_connection_that_broke_with_the_commit_and_with
     play(steps)
 
 
-def test_a_write_after_a_shared_commit_waits_for_others_only_while_the_event_loop_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_waits_for_others_only_while_the_loop_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.pool.writer.GATHER_S", 300.0)
 
     async def steps() -> None:
@@ -87,7 +87,7 @@ def test_a_write_after_a_shared_commit_waits_for_others_only_while_the_event_loo
     play(steps)
 
 
-def test_a_reader_goes_on_after_connections_that_broke_with_the_last_statement() -> None:
+def test_reader_continues_after_connections_that_broke_with_last_statement() -> None:
     async def steps() -> None:
         databases = [Breaking("ROLLBACK"), Breaking("ROLLBACK")]
         reader = ReaderThreads(databases, explain)  # type: ignore[arg-type]
@@ -98,7 +98,7 @@ def test_a_reader_goes_on_after_connections_that_broke_with_the_last_statement()
     play(steps)
 
 
-def test_a_batch_whose_connection_is_gone_asks_for_a_new_one_once_and_not_for_each_of_its_writes() -> None:
+def test_batch_reconnects_once() -> None:
     async def steps() -> None:
         database, begun, block, loop = Breaking(), asyncio.Event(), asyncio.Event(), asyncio.get_running_loop()
         writer = Writer(database, explain)  # type: ignore[arg-type]
@@ -129,7 +129,7 @@ def test_a_batch_whose_connection_is_gone_asks_for_a_new_one_once_and_not_for_ea
     play(steps)
 
 
-def test_writes_of_one_kind_that_wait_together_are_carried_out_together_and_the_last_kind_last() -> None:
+def test_waiting_writes_of_one_kind_are_joined() -> None:
     async def steps() -> None:
         done: list[str] = []
         begun, block, loop = asyncio.Event(), asyncio.Event(), asyncio.get_running_loop()
@@ -152,16 +152,16 @@ def test_writes_of_one_kind_that_wait_together_are_carried_out_together_and_the_
             await begun.wait()
             for name in "baba.abb":
                 alone = partial(lambda name, _: done.append(name), name)
-                told = tasks.create_task(writer.store(kinds[name], name) if name in kinds else writer.submit(alone))
+                reported = tasks.create_task(writer.store(kinds[name], name) if name in kinds else writer.submit(alone))
             await asyncio.sleep(0)
             block.set()
-        assert (done, told.result()) == (["aa", "bb", ".", "a", "bb"], "b")
+        assert (done, reported.result()) == (["aa", "bb", ".", "a", "bb"], "b")
         await writer.close()
 
     play(steps)
 
 
-def test_a_write_whose_caller_is_cancelled_is_carried_out_before_the_cancellation_goes_on(tmp_path):
+def test_cancelled_write_is_finished_first(tmp_path):
     begun, go = threading.Event(), threading.Event()
 
     def write(database):

@@ -58,11 +58,11 @@ def test_results_of_tools_may_follow_the_last_reply():
     assert was_sampled(AGENTS[:5], RECORDED[:3], REPLIES[:1])
 
 
-def test_history_that_the_last_call_did_not_send_was_sampled_all_the_same():
+def test_history_that_last_call_did_not_send_was_sampled_anyway():
     assert was_sampled(AGENTS, RECORDED[-1:], REPLIES)
 
 
-def test_faulty_calls_that_strands_mends_are_known_again():
+def test_faulty_calls_that_strands_fixes_are_known_again():
     faulty = {"function": {"name": "no such\ntool", "arguments": "{not json"}}
     said = [{"role": "assistant", "content": [{"toolUse": {"toolUseId": "c", "name": "INVALID_TOOL_NAME", "input": {}}}]}]
     recorded = [{"role": "assistant", "content": None, "tool_calls": [faulty]}]
@@ -104,7 +104,7 @@ def test_grader_gets_the_frameworks_form_only_of_what_was_sampled():
     assert misreported(samples, reported) == ["two", "ghost"]
 
 
-def test_replies_are_what_the_policy_said_not_what_a_request_brought_along():
+def test_replies_are_what_policy_said_not_what_request_brought_along():
     given = {"role": "assistant", "content": "It is 43."}
     edited = {"role": "assistant", "content": "Let me see. ", "tool_calls": [CALL]}  # sent back without its thoughts
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "answer", "arguments": "{}"}}]}

@@ -7,7 +7,7 @@ import pytest
 
 from penstock.http.listen import bind
 from penstock.http.server import HttpServer
-from penstock.rollout.server.delivery import CallbackSender, DeliveryPolicy, read_reply
+from penstock_compat.rollout_server.delivery import CallbackSender, DeliveryPolicy, read_reply
 
 
 @asynccontextmanager
@@ -56,11 +56,11 @@ def test_status_that_will_not_pass_ends_the_delivery(status):
     assert (ended.reason, ended.gave_up, waits) == (f"it was refused: the listener answered {status}", False, [])
 
 
-def test_listener_may_ask_for_a_longer_wait_but_not_for_a_shorter_one():
+def test_retry_after_only_lengthens_the_wait():
     assert deliver([(429, {"retry-after": "30"}), (503, {"retry-after": "0"})])[1] == [30, 1]
 
 
-def test_delivery_is_given_up_past_its_deadline_with_the_last_answer():
+def test_delivery_ends_at_its_deadline():
     ended, waits = deliver([(503, {})] * 9, DeliveryPolicy(deadline_s=0.4))
     assert (ended.gave_up, waits, ended.reason) == (True, [], "it was not taken within 0.4 s: the listener answered 503")
 
@@ -72,7 +72,7 @@ def test_listener_that_is_not_there_is_tried_again():
     assert (ended.gave_up, "ClientConnectorError" in ended.reason) == (True, True)
 
 
-def test_listener_that_says_nothing_is_not_waited_for_longer_than_an_attempt_may_take():
+def test_silent_listener_is_given_up():
     async def main():
         async def silent(scope, receive, send):
             await asyncio.Event().wait()

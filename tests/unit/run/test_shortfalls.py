@@ -1,4 +1,4 @@
-"""Failed, ungraded and wrong: three numbers, each with its commonest reason."""
+"""Failed, ungraded and wrong: three numbers, each with its most common reason."""
 
 from penstock.run.shortfalls import (
     ScoredEnd,
@@ -23,7 +23,7 @@ ENDS = [
 ]
 
 
-def test_three_numbers_each_with_its_commonest_reason():
+def test_three_numbers_each_with_its_most_common_reason():
     assert shortfalls(ENDS, 1.0) == {
         "failed": Shortfall(3, "2 of them agent_error: KeyError: 'x'"),
         "ungraded": Shortfall(2, "1 of them no reward"),

@@ -1,4 +1,4 @@
-"""What is told of a run's tasks before it begins."""
+"""What is notified of a run's tasks before it begins."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from rollout_cases import make_agent
 
 from penstock.errors import RenderError
 from penstock.records import Task
-from penstock.run.task_checks import long_prompts, missing_labels
+from penstock.run.inputs import long_prompts, missing_labels
 
 PATH = Path("tasks.jsonl")
 
@@ -40,17 +40,17 @@ def agent(grader_reads_label: bool = False):
 
 
 def test_rows_without_a_label_are_counted_where_others_have_one():
-    told = missing_labels([task(label="6"), task(), task()], agent(), PATH)
-    assert told.startswith("tasks.jsonl: 2 of 3 rows have no label (the first is row 1)")
-    assert "add the column `label`" in told
+    reported = missing_labels([task(label="6"), task(), task()], agent(), PATH)
+    assert reported.startswith("tasks.jsonl: 2 of 3 rows have no label (the first is row 1)")
+    assert "add the column `label`" in reported
 
 
-@pytest.mark.parametrize(("reads", "told"), [(True, True), (False, False)])
-def test_a_dataset_without_labels_is_told_of_if_the_grader_reads_them(reads, told):
-    assert bool(missing_labels([task(), task()], agent(reads), PATH)) is told
+@pytest.mark.parametrize(("reads", "reported"), [(True, True), (False, False)])
+def test_dataset_without_labels_is_reported_of_if_grader_reads_them(reads, reported):
+    assert bool(missing_labels([task(), task()], agent(reads), PATH)) is reported
 
 
-def test_with_all_labels_nothing_is_told():
+def test_with_all_labels_nothing_is_reported():
     assert missing_labels([task(label="6")], agent(True), PATH) == ""
 
 
@@ -61,11 +61,11 @@ def render(messages):
     return list(range(len(content) + 10))
 
 
-def test_prompts_past_the_context_are_counted_with_the_longest_and_the_remedy():
-    told = long_prompts([task("x" * 50), task("x" * 100), task("x" * 200), task("?" * 300)], render, 110, PATH)
-    assert told.startswith("tasks.jsonl: 2 of 4 prompts are longer than the model's context of 110 tokens (row 2 has 210)")
-    assert "a model with a longer context" in told
+def test_prompts_past_context_are_counted_with_longest_and_remedy():
+    reported = long_prompts([task("x" * 50), task("x" * 100), task("x" * 200), task("?" * 300)], render, 110, PATH)
+    assert reported.startswith("tasks.jsonl: 2 of 4 prompts are longer than the model's context of 110 tokens (row 2 has 210)")
+    assert "a model with a longer context" in reported
 
 
-def test_prompts_that_fit_are_not_told_of():
+def test_prompts_that_fit_are_not_reported():
     assert long_prompts([task("x" * 99)], render, 110, PATH) == ""

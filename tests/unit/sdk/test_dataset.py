@@ -77,7 +77,7 @@ def test_csv_cells_may_hold_commas_quotes_and_line_breaks(tmp_path):
     assert (second.prompt[0]["content"], second.label, second.metadata) == ("d", None, None)
 
 
-def test_csv_line_number_is_that_of_the_file_after_a_cell_of_several_lines(tmp_path):
+def test_csv_line_number_counts_lines_inside_cells(tmp_path):
     path = written(tmp_path, 'user_prompt,label\n"a\nb\nc",1\nd,1,2\n', "tasks.csv")
     assert refused(path).startswith(", line 5: 3 cells under 2 columns")
 
@@ -200,29 +200,29 @@ def bad_rows(path, **options):
     return caught.value
 
 
-def test_every_bad_row_is_named_and_the_good_ones_are_counted(tmp_path):
+def test_every_bad_row_is_named_and_good_ones_are_counted(tmp_path):
     good = b'{"prompt": "x"}'
     lines = [good, b"{", good, b"", b'{"label": "1"}', b'"text"', b"\xff", b'{"prompt": 3}', good]
     found = bad_rows(written(tmp_path, b"\n".join(lines)))
     assert [issue.key for issue in found.issues] == [f"line {number}" for number in (2, 4, 5, 6, 7, 8)]
-    first, *told = str(found).splitlines()
-    assert first.endswith("tasks.jsonl: 6 rows cannot be tasks") and len(told) == 6
+    first, *reported = str(found).splitlines()
+    assert first.endswith("tasks.jsonl: 6 rows cannot be tasks") and len(reported) == 6
     assert check_tasks(written(tmp_path, good + b"\n" + good)) == 2
 
 
-def test_of_many_bad_rows_the_first_twenty_are_named_and_all_are_counted(tmp_path):
+def test_first_twenty_bad_rows_are_named_and_all_counted(tmp_path):
     found = bad_rows(rows(tmp_path, *({"prompt": index} for index in range(100))))
     assert len(found.issues) == 20
     assert "100 rows cannot be tasks, the first 20 of them" in str(found)
 
 
-def test_where_nobody_knows_the_agent_only_rows_that_cannot_be_read_are_bad(tmp_path):
+def test_unknown_agent_rejects_only_unreadable_rows(tmp_path):
     path = rows(tmp_path, {"question": "no prompt"}, ["no object"])
     assert [issue.key for issue in bad_rows(path, columns=None).issues] == ["line 2"]
     assert count_rows(path) == 2
 
 
-def test_a_csv_file_names_its_bad_rows_too_and_goes_on_after_them(tmp_path):
+def test_csv_file_names_bad_rows_and_continues_after_them(tmp_path):
     path = tmp_path / "tasks.csv"
     path.write_text("prompt,label\nx,1\n\nx,1,2\n,1\nx,2\n")
     assert [issue.key for issue in bad_rows(path).issues] == ["line 3", "line 4", "line 5"]

@@ -5,7 +5,7 @@ import array
 import pytest
 
 from penstock.errors import GraderError
-from penstock.sdk.flow import SubmittedStep
+from penstock_compat.flow import SubmittedStep
 
 
 class Tensor(list):
@@ -21,16 +21,21 @@ def test_only_the_ids_are_needed_and_the_rest_says_nothing():
     assert (step.trajectory_uid, step.prompt_uid, step.step_index, step.policy_version) == ("", "", 0, 0)
 
 
-def test_ids_come_as_any_sequence_and_go_out_as_lists_of_int():
-    told = SubmittedStep((1, 2), Tensor([3.0]), rollout_log_probs=array.array("f", [-0.5]), reward=1).to_json()
-    assert (told["prompt_ids"], told["response_ids"], told["rollout_log_probs"], told["reward"]) == ([1, 2], [3], [-0.5], 1.0)
+def test_ids_of_any_sequence_become_lists_of_int():
+    reported = SubmittedStep((1, 2), Tensor([3.0]), rollout_log_probs=array.array("f", [-0.5]), reward=1).to_json()
+    assert (reported["prompt_ids"], reported["response_ids"], reported["rollout_log_probs"], reported["reward"]) == (
+        [1, 2],
+        [3],
+        [-0.5],
+        1.0,
+    )
 
 
 def test_metadata_goes_out_as_plain_values():
     assert SubmittedStep([1], [2], metadata={"seen": {3}}).to_json()["metadata"] == {"seen": [3]}
 
 
-def test_an_empty_reply_can_be_handed_in():
+def test_empty_reply_can_be_handed_in():
     assert SubmittedStep([1], [], rollout_log_probs=[]).to_json()["response_ids"] == []
 
 
@@ -56,6 +61,6 @@ def test_what_cannot_be_a_step_is_refused_by_name(fields, words):
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), "1", True])
-def test_a_reward_that_is_no_finite_number_is_refused(reward):
+def test_reward_that_is_no_finite_number_is_refused(reward):
     with pytest.raises(GraderError, match="finite"):
         SubmittedStep([1], [2], reward=reward)

@@ -1,4 +1,4 @@
-"""Tools of a flow: what the model's text asks for is run, and whatever goes wrong is told to it as text."""
+"""Tools of a flow: what the model's text asks for is run, and whatever goes wrong is reported to it as text."""
 
 import asyncio
 import json
@@ -6,8 +6,8 @@ from types import MappingProxyType
 
 import pytest
 
-from penstock.sdk.flow import MultiStepAgentFlow
-from penstock.sdk.flows.tools import run_tool_calls, tool_schemas
+from penstock_compat.flow import MultiStepAgentFlow
+from penstock_compat.flows.tools import run_tool_calls, tool_schemas
 
 
 def multiply(a: int, b: int = 2) -> int:
@@ -34,11 +34,11 @@ def call(name, arguments):
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-def test_a_call_in_the_text_is_run_and_its_result_told():
+def test_call_in_text_is_run_and_its_result_reported():
     assert run(f"Let me see. {call('multiply', {'a': 6, 'b': 7})}") == "42"
 
 
-def test_several_calls_give_a_line_each_and_async_tools_are_awaited():
+def test_several_calls_give_line_each_and_async_tools_are_awaited():
     assert run(call("multiply", {"a": 1}) + call("look_up", {"word": "ü"})) == '2\n{"word": "\\u00fc"}'
 
 
@@ -61,16 +61,16 @@ def test_arguments_may_come_as_json_text_or_as_parameters():
         ("no call at all", "no tool call"),
     ],
 )
-def test_a_call_that_cannot_be_run_is_told_as_an_error(text, words):
-    told = run(text)
-    assert told.startswith("error: ") and words in told
+def test_call_that_cannot_be_run_is_reported_as_error(text, words):
+    reported = run(text)
+    assert reported.startswith("error: ") and words in reported
 
 
 def test_without_tools_every_call_says_that_there_are_none():
     assert run(call("multiply", {}), {}) == "error: there is no tool 'multiply'; the tools are: none"
 
 
-def test_a_schema_is_read_off_the_function():
+def test_schema_is_read_off_the_function():
     (first, second, _) = tool_schemas(TOOLS)
     assert first["function"] == {
         "name": "multiply",
@@ -84,14 +84,14 @@ def test_a_schema_is_read_off_the_function():
     assert second["function"]["description"] == "look_up"
 
 
-def test_a_flow_ends_where_a_reply_calls_no_tool():
+def test_flow_ends_where_a_reply_calls_no_tool():
     flow = MultiStepAgentFlow()
     assert flow.is_terminal("The answer is 42.")
     assert not flow.is_terminal(call("multiply", {}))
     assert not flow.is_terminal('<tool_call>{"name": "mul')
 
 
-def test_a_flow_runs_the_tools_that_its_class_names():
+def test_flow_runs_the_tools_that_its_class_names():
     class Calculator(MultiStepAgentFlow):
         tools = MappingProxyType({"multiply": multiply})
 

@@ -9,11 +9,11 @@ import pytest
 from penstock.system.async_tools import finish_shielded
 
 
-def test_work_that_fails_after_its_caller_was_cancelled_is_no_traceback_of_asyncio():
-    told: list[dict[str, Any]] = []
+def test_failure_after_cancellation_prints_no_traceback():
+    reported: list[dict[str, Any]] = []
 
     async def main() -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context))
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: reported.append(context))
         begun, cancelled = asyncio.Event(), asyncio.Event()
 
         async def work() -> None:
@@ -32,4 +32,4 @@ def test_work_that_fails_after_its_caller_was_cancelled_is_no_traceback_of_async
 
     asyncio.run(main())
     gc.collect()
-    assert told == []
+    assert reported == []

@@ -19,8 +19,8 @@ def test_text_without_a_checksum_is_returned_as_it_is():
     assert remove_checksum(TEXT, "run") == TEXT
 
 
-def test_a_changed_byte_or_another_key_is_told():
+def test_changed_byte_or_another_key_is_reported():
     sealed = add_checksum(TEXT, "run")
     for text, key in ((sealed.replace(b"0.5", b"0.7"), "run"), (sealed, "other")):
-        with pytest.raises(ValueError, match="does not match its checksum"):
+        with pytest.raises(ValueError, match="checksum"):
             remove_checksum(text, key)

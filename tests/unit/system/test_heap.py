@@ -16,7 +16,7 @@ from penstock.system.heap import share_heap, trim_heap
 def resident_mb():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 // 10**6
 
-def work():  # blocks that are too small to be mapped each by itself; the last ones stay, and with them the heap below
+def work():  # blocks that are too small to be mapped each alone; the last ones stay, and with them the heap below
     blocks = [bytearray(100_000) for _ in range(2000)]
     kept.append(blocks[-1])
 
@@ -45,7 +45,7 @@ def held_and_left(shared: bool) -> tuple[int, int]:
 
 
 @pytest.mark.skipif(sys.platform != "linux" or platform.libc_ver()[0] != "glibc", reason="glibc's heap")
-def test_threads_use_what_others_freed_and_the_system_gets_it_back():
+def test_threads_use_what_others_freed_and_system_gets_it_back():
     held, left = held_and_left(shared=True)
     assert held > 100 and left < 50
     apart, _ = held_and_left(shared=False)

@@ -30,7 +30,7 @@ def test_shared_locks_keep_an_exclusive_one_out(tmp_path: Path) -> None:
         assert other.wait(5.0)
 
 
-def test_waiting_ends_when_the_lock_is_free_or_at_the_deadline(tmp_path: Path) -> None:
+def test_waiting_ends_when_lock_is_free_or_at_deadline(tmp_path: Path) -> None:
     file = tmp_path / ".lock"
     with FileLock(file) as waiting:
         with FileLock(file) as held:

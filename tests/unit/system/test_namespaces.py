@@ -49,7 +49,7 @@ def at_hidden_files(run: str, label: str) -> Any:
 
 
 @needs_namespaces
-def test_a_confined_process_and_what_it_starts_see_no_hidden_file(tmp_path: Path) -> None:
+def test_confined_process_and_what_it_starts_see_no_hidden_file(tmp_path: Path) -> None:
     run, scratch, label = tmp_path / "run", tmp_path / "run" / "scratch", tmp_path / "tasks.jsonl"
     scratch.mkdir(parents=True)
     (run / "pool.db").write_text("labels")
@@ -66,7 +66,7 @@ def at_others(grader: str, victim: int) -> Any:
 
 
 @needs_namespaces
-def test_a_confined_process_changes_no_readonly_file_and_reads_no_other_process(tmp_path: Path) -> None:
+def test_confined_process_cannot_change_files_or_read_processes(tmp_path: Path) -> None:
     grader = tmp_path / "grader.py"
     grader.write_text("the grader")
     victim = subprocess.Popen(["sleep", "60"])
@@ -84,7 +84,7 @@ def at_a_private_file(path: str) -> Any:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-def test_a_process_with_a_user_id_of_its_own_cannot_read_private_files(tmp_path: Path) -> None:
+def test_process_with_user_id_cannot_read_private_files(tmp_path: Path) -> None:
     private = tmp_path / "pool.db"
     private.write_text("labels")
     private.chmod(0o600)

@@ -16,11 +16,11 @@ async def _end(code: str, grace_s: float, *, close_stdin: bool = False) -> int |
     return process.returncode
 
 
-def test_a_process_that_ignores_sigterm_is_killed_after_the_grace_period() -> None:
+def test_process_that_ignores_sigterm_is_killed_after_grace_period() -> None:
     assert asyncio.run(_end(STUBBORN, 0.05)) == -signal.SIGKILL
 
 
-def test_a_process_may_be_asked_by_the_end_of_its_stdin() -> None:
+def test_process_may_be_asked_by_end_of_its_stdin() -> None:
     assert asyncio.run(_end(STUBBORN, 30.0, close_stdin=True)) == 0
 
 

@@ -70,6 +70,6 @@ def test_a_known_vulnerability_fails_unless_it_is_excepted(tmp_path: Path) -> No
         assert audit(url, written(tmp_path / "late.toml", today - timedelta(2))).returncode == 1
 
 
-def test_without_a_network_it_says_so_and_passes() -> None:
+def test_without_a_network_it_reports_it_and_passes() -> None:
     done = audit("http://127.0.0.1:9", ROOT / "tools/audit.toml")
     assert done.returncode == 0 and "not reachable: skipped" in done.stdout

@@ -9,24 +9,23 @@ from pathlib import Path
 
 import lock
 import pytest
-from lock import CPU_LOCK, CUDA_LOCK, LOCK, pins, unlocked
+from lock import CPU_LOCK, CUDA_LOCK, LOCK, pins, projects, unlocked
 
 ROOT = Path(__file__).parents[3]
-PROJECT = (ROOT / "pyproject.toml").read_text()
 LOCKED = LOCK.read_text() + CUDA_LOCK.read_text()
 
 
 def test_the_lock_meets_every_requirement_of_the_project() -> None:
-    assert unlocked(LOCKED, PROJECT) == []
+    assert unlocked(LOCKED, *projects()) == []
 
 
 @pytest.mark.parametrize("asked", ['"not-locked-yet>=1"', '"ruff>=999"'])
 def test_a_requirement_that_the_lock_does_not_meet_is_named(asked: str) -> None:
-    assert unlocked(LOCKED, PROJECT.replace('"ruff>=0.9"', asked)) == [asked.strip('"')]
+    assert unlocked(LOCKED, projects()[0].replace('"ruff>=0.9"', asked)) == [asked.strip('"')]
 
 
 @pytest.mark.parametrize("file", [LOCK, CPU_LOCK, CUDA_LOCK], ids=lambda file: file.name)
-def test_every_locked_file_has_its_hash_and_no_address_is_named(file: Path) -> None:
+def test_every_locked_file_has_hash_and_no_address_is_named(file: Path) -> None:
     entry = re.compile(r"\S+==\S+(?: ; [^\\]+?)?(?: \\\n    --hash=sha256:[0-9a-f]{64})+")
     head, *packages = re.split(r"\n(?=\S)", file.read_text().rstrip())
     assert head.startswith("# ") and len(packages) == len(pins(file.read_text())) > 0
@@ -66,7 +65,7 @@ def test_a_file_with_another_hash_is_not_installed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fits", [True, False])
-def test_install_takes_the_lock_where_it_fits_and_the_constraints_elsewhere(fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_install_takes_lock_where_it_fits_and_constraints_elsewhere(fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     said = list[str]()
     monkeypatch.setattr(lock, "fits", lambda: fits)
     monkeypatch.setattr(
@@ -76,7 +75,7 @@ def test_install_takes_the_lock_where_it_fits_and_the_constraints_elsewhere(fits
     hashed = [line for line in said if "--require-hashes" in line]
     assert bool(hashed) == fits and all("--no-deps" in line for line in hashed)
     assert any("-c constraints.txt" in line for line in said) != fits
-    assert said[-1].endswith("-e facades")
+    assert said[-1].endswith("-e packages/controller -e packages/compat")
 
 
 def test_no_command_of_ours_fetches_penstock_from_the_index() -> None:
@@ -84,10 +83,10 @@ def test_no_command_of_ours_fetches_penstock_from_the_index() -> None:
     files = [
         *ROOT.glob("*.md"),
         *ROOT.glob("docs/**/*.md"),
-        *ROOT.glob("facades/*.md"),
+        *ROOT.glob("packages/*/*.md"),
         *ROOT.glob("src/**/*.py"),
-        *ROOT.glob("facades/src/**/*.py"),
+        *ROOT.glob("packages/*/src/**/*.py"),
         *ROOT.glob("examples/**/*.toml"),
     ]
-    fetching = re.compile(r"penstock\[|(?:pip|pipx|uv tool) install [^\n`]*(?:penstock-facades|(?<![\w./])penstock(?![\w/]))")
+    fetching = re.compile(r"penstock\[|(?:pip|pipx|uv tool) install [^\n`]*(?:penstock-compat|(?<![\w./])penstock(?![\w/]))")
     assert {str(file): found for file in files if (found := fetching.findall(file.read_text()))} == {}

@@ -6,7 +6,7 @@ import sys
 import torch
 from torch import Tensor
 
-from penstock.train.adamw import AdamW
+from penstock.train.optim import AdamW
 
 
 def make_weights() -> dict[str, Tensor]:
@@ -36,7 +36,7 @@ def test_steps_are_those_of_torch():
     assert {name: int(state["step"]) for name, state in optimizer.state.items()} == {"a": 5, "b": 5, "c": 4}
 
 
-def test_a_loaded_state_goes_on_and_shares_no_memory():
+def test_loaded_state_continues_and_shares_no_memory():
     ours, other = make_weights(), make_weights()
     first, second = AdamW(ours, lr=1e-2, weight_decay=0.0), AdamW(other, lr=1e-2, weight_decay=0.0)
     set_gradients(ours, 1)

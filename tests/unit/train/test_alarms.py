@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.train.alarms import SIGNS, WINDOW, Alarm, new_alarms
+from penstock.train.monitoring import SIGNS, WINDOW, Alarm, new_alarms
 from penstock.view import demo
 
 STEPS = 14
@@ -37,7 +37,7 @@ def step(number: int, reward: float, **changes: Any) -> dict[str, Any]:
     }
 
 
-def told(curve: list[dict[str, Any]], start_reward: float | None = 0.2) -> list[Alarm]:
+def reported(curve: list[dict[str, Any]], start_reward: float | None = 0.2) -> list[Alarm]:
     """All alarms of a run, as its steps come."""
     return [alarm for end in range(1, len(curve) + 1) for alarm in new_alarms(curve[:end], start_reward)]
 
@@ -59,8 +59,8 @@ WRONG: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", SIGNS)
-def test_an_alarm_is_raised_once_by_a_run_that_shows_it_and_says_where_to_look(kind: str):
-    alarms = told([WRONG[kind](number) for number in range(1, STEPS + 1)])
+def test_alarm_is_raised_once_with_a_hint(kind: str):
+    alarms = reported([WRONG[kind](number) for number in range(1, STEPS + 1)])
     assert [alarm.name for alarm in alarms] == [kind]
     (alarm,) = alarms
     assert alarm.step >= WINDOW
@@ -88,7 +88,7 @@ def test_an_alarm_is_raised_once_by_a_run_that_shows_it_and_says_where_to_look(k
     ],
 )
 def test_a_healthy_run_raises_none(curve: Any):
-    assert told([curve(number) for number in range(1, STEPS + 1)]) == []
+    assert reported([curve(number) for number in range(1, STEPS + 1)]) == []
 
 
 def test_a_recorded_run_that_learned_raises_none():
@@ -99,15 +99,15 @@ def test_a_recorded_run_that_learned_raises_none():
     curve = [json.JSONDecoder().raw_decode(line[line.index("{") :])[0] for line in lines]
     assert len(curve) > 2 * WINDOW
     assert curve[-1]["reward"] > 3 * curve[0]["reward"]
-    assert told(curve) == []
+    assert reported(curve) == []
 
 
-def test_an_alarm_that_passed_is_told_again_when_it_comes_back():
+def test_alarm_that_passed_is_reported_again_when_it_comes_back():
     bad, good = WRONG["lost_rollouts"], step
     curve = [*(bad(n) for n in range(1, 6)), *(good(n, 0.4) for n in range(6, 12)), *(bad(n) for n in range(12, 20))]
-    assert [alarm.name for alarm in told(curve)] == ["lost_rollouts"] * 2
+    assert [alarm.name for alarm in reported(curve)] == ["lost_rollouts"] * 2
 
 
 def test_metrics_of_an_earlier_penstock_lack_fields():
     bare = [{"step": n, "reward": 0.5, "rewards": [0.5], "groups_equal": 0, "groups": 1, "trained_tokens": 1} for n in range(1, 15)]
-    assert told(bare, None) == []
+    assert reported(bare, None) == []

@@ -7,7 +7,7 @@ from penstock.train.batches import Batch, Pass, PassRow, PassSet, pack
 
 
 def sequence(ids: tuple[int, ...], trained: int, *, group: str = "g", temperature: float = 1.0, advantage: float = 1.0) -> Sequence:
-    """The last `trained` tokens are trained; a token's logprob tells it apart from all others."""
+    """The last `trained` tokens are trained; a token's logprob distinguishes it from all others."""
     flags = tuple(place >= len(ids) - trained for place in range(len(ids)))
     return Sequence(
         rollout_id="r",
@@ -72,7 +72,7 @@ def test_sharing_never_forwards_more_than_the_flat_layout(drawn: list[tuple[tupl
     assert shared.forwarded_tokens <= flat.forwarded_tokens == sum(len(s.token_ids) - 1 for s in given)
 
 
-def test_what_fits_in_one_pass_is_a_tree_without_a_trunk():
+def test_what_fits_in_one_pass_is_tree_without_trunk():
     given = [sequence((1, 2, 3, 4, 5), 2), sequence((1, 2, 3, 6, 7), 2), sequence((1, 8, 9), 1)]
     (pass_set,) = pack(given, rollouts=3, tokens_per_pass=100).pass_sets
     assert pass_set.trunk == ()
@@ -122,7 +122,7 @@ def test_groups_share_a_trunk_where_that_forwards_less():
     assert pass_set.trunk == tuple(range(50))
 
 
-def test_terms_at_one_place_are_told_apart_by_temperature():
+def test_terms_at_one_place_are_distinguished_by_temperature():
     given = [sequence((1, 2), 1, temperature=0.5), sequence((1, 2), 1), sequence((1, 3), 1, temperature=0.5)]
     (pass_set,) = pack(given, rollouts=3, tokens_per_pass=10).pass_sets
     assert [(term.target, term.temperature) for term in pass_set.passes[0].terms] == [(2, 0.5), (3, 0.5), (2, 1.0)]

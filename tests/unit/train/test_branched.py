@@ -4,7 +4,7 @@ import pytest
 
 from penstock.config import make_config
 from penstock.errors import ConfigError
-from penstock.train.branched import refuse_branches
+from penstock.train.algorithm import refuse_branches
 
 
 def config(**sections: dict[str, Any]) -> Any:

@@ -185,14 +185,14 @@ def test_k2_has_the_gradient_of_the_divergence():
 
 @pytest.mark.parametrize("name", [name for name in LOSSES if name != "clip"])
 def test_settings_that_a_loss_would_ignore_are_refused(name: str):
-    with pytest.raises(ConfigError, match=f"the settings of {name!r} are in"):
+    with pytest.raises(ConfigError, match=f"{name!r}"):
         load_loss(TrainSection(loss=name, clip_low=0.1))
-    with pytest.raises(ConfigError, match=rf"\[train.loss_settings\].* {name!r}"):
+    with pytest.raises(ConfigError, match=r"\[train\.loss_settings\]"):
         load_loss(TrainSection(loss=name, loss_settings={"clip_hi": 0.1}))
 
 
 def test_settings_of_clip_are_those_of_the_section():
-    with pytest.raises(ConfigError, match=r"such as train\.clip_low"):
+    with pytest.raises(ConfigError, match=r"train\.clip_low"):
         load_loss(TrainSection(loss_settings={"clip_low": 0.1}))
 
 

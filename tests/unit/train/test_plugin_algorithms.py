@@ -8,16 +8,14 @@ import torch
 
 from penstock.config import TrainSection
 from penstock.errors import ConfigError
-from penstock.records import Attempt, End, Grade, Group, Task, make_rollout
-from penstock.train.advantages.base import level_of, needs_of
-from penstock.train.algorithm import credit_of, load_advantage, load_loss, mean_of
-from penstock.train.losses.base import LossTokens, takes_whole_sequences
+from penstock.records import End, Grade, Group, Rollout, Task, make_rollout
+from penstock.train.algorithm import load_advantage, load_loss, mean_of
+from penstock.train.losses.base import LossTokens
 
 CODE = """
 from penstock.config import Section
-from penstock.train.advantages.base import needing, over_batch, per_token
+from penstock.train.advantages.base import mean_over, needing, over_batch, per_token
 from penstock.train.losses.base import Loss, mean_within, whole_sequences
-from penstock.train.means import mean_over
 
 class Scale(Section):
     scale: float = 1.0
@@ -70,37 +68,38 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def group() -> Group:
     rollouts = [make_rollout("g", "g", place) for place in range(2)]
     made = [
-        Attempt(rollout=each, end=End.COMPLETED, grades=(Grade(rollout_id=each.id, reward=float(place), source="test"),))
+        Rollout(ref=each, end=End.COMPLETED, grades=(Grade(rollout_id=each.id, reward=float(place), source="test"),))
         for place, each in enumerate(rollouts)
     ]
-    return Group(id="g", seq=0, task=Task(id="g", prompt=()), channel="train", attempts=tuple(made))
+    return Group(id="g", seq=0, task=Task(id="g", prompt=()), channel="train", rollouts=tuple(made))
 
 
-def test_credit_by_step_with_settings_of_its_own():
+def test_credit_by_step_with_settings():
     advantage = load_advantage(TrainSection(advantage="scaled", advantage_settings={"scale": 3.0}))
-    assert credit_of(advantage, [group()]) == [[{0: 0.0}, {0: 3.0}]]
+    assert advantage(group()) == [{0: 0.0}, {0: 3.0}]
     with pytest.raises(ConfigError, match="scale"):
         load_advantage(TrainSection(advantage="scaled", advantage_settings={"scal": 3.0}))
 
 
 def test_credit_by_transcript_over_all_groups_of_a_step():
-    assert credit_of(load_advantage(TrainSection(advantage="counted")), [group(), group()]) == [[{"main": 2.0}] * 2] * 2
+    advantage = load_advantage(TrainSection(advantage="counted"))
+    assert advantage.level == "batch" and advantage([group(), group()]) == [[{"main": 2.0}] * 2] * 2
 
 
-def test_a_value_head_and_branches_are_made_for_those_that_need_them():
+def test_value_head_and_branches_are_made_on_demand():
     valued, branched = (load_advantage(TrainSection(advantage=name)) for name in ("valued", "branched"))
-    assert level_of(valued) == "token" and needs_of(valued) == {"values"}
-    assert needs_of(branched) == {"branches"} and branched(group()) == [0.0, 0.0]
+    assert valued.level == "token" and valued.needs == {"values"}
+    assert branched.needs == {"branches"} and branched(group()) == [0.0, 0.0]
 
 
-def test_a_loss_of_turns_with_settings_of_its_own():
+def test_loss_of_turns_with_settings():
     loss = load_loss(TrainSection(loss="of_turns", loss_settings={"scale": 2.0}))
     logprobs, ids = torch.tensor([-1.0, -3.0, -5.0]), torch.tensor([0, 0, 1])
-    assert takes_whole_sequences(loss)
+    assert loss.whole_sequences
     assert loss(LossTokens(logprobs, logprobs, logprobs, torch.ones(3), ids * 0, ids)).values.tolist() == [4.0, 4.0, 10.0]
 
 
-def test_the_mean_is_what_the_loss_says_else_the_advantage_else_that_over_rollouts():
+def test_mean_follows_loss_then_advantage():
     assert mean_of(TrainSection(advantage="scaled", loss="of_turns")) == "token"
     assert mean_of(TrainSection(advantage="scaled")) == "constant"
     assert mean_of(TrainSection(advantage="counted")) == "rollout"

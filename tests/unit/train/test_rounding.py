@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.train.rounding import round_to_bfloat16, thresholds
+from penstock.train.precision import round_to_bfloat16, thresholds
 
 COUNT = 1 << 16
 CPU = torch.device("cpu")
@@ -37,7 +37,7 @@ def test_what_bfloat16_holds_is_left_alone():
 
 @pytest.mark.parametrize("part", [0.05, 0.5, 0.93])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_the_share_of_weights_that_is_rounded_away_from_zero_is_the_part_that_bfloat16_lacks(part: float, sign: float):
+def test_stochastic_rounding_share_matches_bfloat16(part: float, sign: float):
     served = rounded(torch.full((COUNT,), sign * (1.0 + part / 128)))
     assert served.abs().unique().tolist() == [1.0, 1.0 + 1 / 128]
     assert (served.abs() > 1.0).double().mean().item() == pytest.approx(part, abs=0.005)
@@ -54,7 +54,7 @@ def test_thresholds_depend_on_seed_and_index_alone():
     assert abs(torch.corrcoef(torch.stack((one[1:], one[:-1])))[0, 1].item()) < 0.02
 
 
-def test_small_updates_arrive_at_every_version_and_nearest_rounding_loses_them():
+def test_small_updates_survive_stochastic_rounding():
     """Masters that lie on the grid, as those of a published bfloat16 model do, and steps of a twentieth of it."""
     start = some_weights().bfloat16().float()
     unit = grid(start)
@@ -64,10 +64,10 @@ def test_small_updates_arrive_at_every_version_and_nearest_rounding_loses_them()
         arrived = (rounded(start + wanted) - start) @ wanted / (wanted @ wanted)
         assert arrived.item() == pytest.approx(1.0, abs=0.03)
         nearest = (start + wanted).bfloat16().float() - start
-        assert (nearest != 0).double().mean() < 0.02  # but for the few beside a power of two, where the grid is finer
+        assert (nearest != 0).double().mean() < 0.02  # but for the few next to a power of two, where the grid is finer
 
 
-def test_over_many_steps_served_weights_follow_the_masters_without_a_drift_of_their_own():
+def test_over_many_steps_served_weights_follow_masters_without_drift():
     """Weights walk back and forth below the grid. Each version has the walk so far, and the same way back ends where it began."""
     random = torch.Generator().manual_seed(2)
     start = some_weights(5).bfloat16().float()
@@ -86,7 +86,7 @@ def test_over_many_steps_served_weights_follow_the_masters_without_a_drift_of_th
     assert back.double().mean() > 0.99 and (versions[-1][back] != start[back]).double().mean() < 1e-3
 
 
-def test_a_version_differs_from_the_one_before_by_the_update_alone():
+def test_version_differs_from_one_before_by_update_alone():
     """With fresh thresholds each time, a third of the weights would change at every version, however small the update."""
     master = some_weights()
     change = grid(master) / 20

@@ -3,7 +3,7 @@
 import asyncio
 
 from penstock.pool.base import PoolStats
-from penstock.train.loop import SamplingSpeed
+from penstock.train.metrics import SamplingSpeed
 
 
 class CountingPool:
@@ -16,7 +16,7 @@ class CountingPool:
         return PoolStats(tokens=self.tokens)
 
 
-def test_a_step_whose_tokens_were_sampled_before_it_has_no_speed_of_its_own():
+def test_step_whose_tokens_were_sampled_before_it_has_no_speed():
     async def main() -> None:
         pool, now = CountingPool(), asyncio.get_running_loop().time
         begun = now()

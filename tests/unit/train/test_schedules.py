@@ -5,8 +5,7 @@ import torch
 
 from penstock.config import TrainSection, validate
 from penstock.errors import ConfigError
-from penstock.train.optimizers import OPTIMIZERS, make_optimizer
-from penstock.train.schedules import Schedule, lr_share
+from penstock.train.optim import OPTIMIZERS, Schedule, lr_share, make_optimizer
 
 
 def shares(schedule: Schedule, *, warmup: int = 0, total: int = 5, floor: float = 0.0, updates: int = 5) -> list[float]:
@@ -22,7 +21,7 @@ def test_the_rate_stays_rises_and_falls_as_worked_by_hand():
     assert shares("cosine") == pytest.approx([1.0, quarter, 0.5, 1 - quarter, 0.0])
 
 
-def test_a_run_that_goes_on_stays_at_the_floor():
+def test_run_that_continues_stays_at_floor():
     assert shares("cosine", floor=0.1, updates=8)[-4:] == pytest.approx([0.1] * 4)
 
 

@@ -5,14 +5,14 @@ import pytest
 
 from penstock.codec import context_digest
 from penstock.errors import TrainError
-from penstock.records import Attempt, End, Grade, Group, Mark, Node, PlacedPicture, Sampling, Step, Task, make_rollout
+from penstock.records import End, Grade, Group, Mark, Node, PlacedPicture, Rollout, Sampling, Step, Task, make_rollout
 from penstock.train.sequences import behaviour_unknown_tokens, breaks, exactness, read_graph, sequences
 
 NAN = math.nan
 
 
 def node(number: int, parent: int | None, *ids: int) -> Node:
-    return Node(rollout_id="r", id=number, parent=parent, token_ids=ids, chain="", messages=())
+    return Node(rollout_id="r", id=number, parent=parent, token_ids=ids, messages_digest="", messages=())
 
 
 def step(index: int, at: int, *ids: int, **changes: object) -> Step:
@@ -27,27 +27,27 @@ def step(index: int, at: int, *ids: int, **changes: object) -> Step:
         sampling=Sampling(temperature=0.7),
         finish="stop",
         message={},
-        chain="",
+        messages_digest="",
     )
     return replace(made, **changes)  # pyright: ignore[reportArgumentType]
 
 
-def attempt(nodes: list[Node], steps: list[Step], *, place: int = 0, reward: float | None = 1.0) -> Attempt:
+def attempt(nodes: list[Node], steps: list[Step], *, place: int = 0, reward: float | None = 1.0) -> Rollout:
     rollout = make_rollout("train-0", "t", place)
     grades = () if reward is None else (Grade(rollout_id=rollout.id, reward=reward, source="test"),)
     end = End.TIMEOUT if reward is None else End.COMPLETED
-    return Attempt(rollout=rollout, end=end, nodes=tuple(nodes), steps=tuple(steps), grades=grades)
+    return Rollout(ref=rollout, end=end, nodes=tuple(nodes), steps=tuple(steps), grades=grades)
 
 
-def group(*attempts: Attempt) -> Group:
-    return Group(id="train-0", seq=0, task=Task(id="t", prompt=()), channel="train", attempts=attempts)
+def group(*attempts: Rollout) -> Group:
+    return Group(id="train-0", seq=0, task=Task(id="t", prompt=()), channel="train", rollouts=attempts)
 
 
-def two_turns(**changes: object) -> Attempt:
+def two_turns(**changes: object) -> Rollout:
     return attempt([node(0, None, 1, 2), node(1, 0, 5, 6)], [step(0, 0, 3, 4), step(1, 1, 7, **changes)])
 
 
-def branches() -> Attempt:
+def branches() -> Rollout:
     """Two tool results after the same reply: one root, three replies."""
     return attempt(
         [node(0, None, 1, 2), node(1, 0, 5), node(2, 0, 6)],
@@ -55,13 +55,13 @@ def branches() -> Attempt:
     )
 
 
-def hashed(made: Attempt, *contexts: tuple[int, ...]) -> Attempt:
+def hashed(made: Rollout, *contexts: tuple[int, ...]) -> Rollout:
     """With the digest of what the engine saw and sampled in each step."""
-    steps = tuple(replace(s, context=context_digest(ids)) for s, ids in zip(made.steps, contexts, strict=True))
+    steps = tuple(replace(s, context_digest=context_digest(ids)) for s, ids in zip(made.steps, contexts, strict=True))
     return replace(made, steps=steps)
 
 
-def sound() -> Attempt:
+def sound() -> Rollout:
     return hashed(branches(), (1, 2, 3, 4), (1, 2, 3, 4, 5, 7), (1, 2, 3, 4, 6, 8, 9))
 
 
@@ -77,7 +77,7 @@ def test_a_conversation_is_one_sequence_that_trains_every_reply():
     assert result.counts["tokens"] == 3 and result.counts["rollouts"] == 1
 
 
-def test_a_reply_on_two_paths_is_trained_on_the_first_only():
+def test_reply_on_two_paths_is_trained_on_first_only():
     first, second = sequences(group(branches()), [1.0]).sequences
     assert (first.token_ids, second.token_ids) == ((1, 2, 3, 4, 5, 7), (1, 2, 3, 4, 6, 8, 9))
     assert first.trained == (False, False, True, True, False, True)
@@ -121,15 +121,16 @@ def test_a_step_that_cannot_be_trained_is_masked_and_counted(changes: dict[str, 
     assert result.counts["tokens"] == 2 and result.sequences[0].weight == 1 / 2
 
 
-def test_a_reply_of_unknown_behaviour_is_trained_where_the_learner_may_put_in_its_own():
+def test_unknown_behaviour_is_trained_if_recomputed():
     result = sequences(group(two_turns(behaviour_known=False)), [1.0], recompute=True)
     (only,) = result.sequences
-    assert only.logprobs[:-1] == (0.0, 0.0, -0.5, -0.5, 0.0, 0.0) and only.logprobs[-1] == math.inf and only.trained[-1]
+    assert only.logprobs == (0.0, 0.0, -0.5, -0.5, 0.0, 0.0, 0.0) and only.trained[-1]
+    assert only.recomputed == (*[False] * 6, True)
     assert (result.counts["tokens"], result.counts["recomputed_tokens"]) == (3, 1)
     assert behaviour_unknown_tokens(two_turns(behaviour_known=False), two_turns()) == 1
 
 
-def test_a_reply_after_a_picture_is_masked_and_so_is_all_that_follows_it():
+def test_replies_after_a_picture_are_masked():
     seen = PlacedPicture(digest="0" * 64, media_type="image/png", first=0, size=1, token=9)
     pictured = replace(node(1, 0, 4), pictures=(seen,))
     made = attempt([node(0, None, 1), pictured, node(2, 1, 6)], [step(0, 0, 2, 3), step(1, 1, 5), step(2, 2, 7)])
@@ -147,8 +148,8 @@ def test_a_masked_reply_is_still_context_of_what_follows():
     assert only.trained == (False, False, False, False, True)
 
 
-def test_zero_advantage_rollouts_of_a_mixed_group_are_masked_but_counted_in_the_mean():
-    result = sequences(group(two_turns(), replace(two_turns(), rollout=make_rollout("train-0", "t", 1))), [0.0, 1.0])
+def test_zero_advantage_rollouts_count_in_the_mean():
+    result = sequences(group(two_turns(), replace(two_turns(), ref=make_rollout("train-0", "t", 1))), [0.0, 1.0])
     assert {sequence.rollout_id for sequence in result.sequences} == {"train-0.1.1"}
     assert result.counts["masked.zero_advantage"] == 2 and result.counts["rollouts"] == 2
 
@@ -186,7 +187,7 @@ def test_a_sound_record_is_exact_in_every_token():
     assert exactness(branches()) == (5, 5, {}, 5)
 
 
-def test_a_damaged_reply_spoils_itself_and_what_was_sampled_after_it():
+def test_damaged_reply_spoils_itself_and_what_was_sampled_after_it():
     made = branches()
     steps = (replace(made.steps[0], logprobs=(-0.5,)), *made.steps[1:])
     result = exactness(replace(made, steps=steps))
@@ -200,7 +201,7 @@ def test_lost_ids_lower_exactness_although_they_are_gone():
     assert (result.exact_tokens, result.sampled_tokens) == (2, 3)
 
 
-def test_a_reply_that_claims_to_follow_a_later_one_has_no_context():
+def test_reply_that_claims_to_follow_later_one_has_no_context():
     made = attempt([node(0, None, 1), node(1, 5, 2)], [step(0, 1, 3), step(5, 0, 4)])
     assert exactness(made).inexact == {"context_missing": 1}
     assert [sequence.token_ids for sequence in sequences(group(made), [1.0]).sequences] == [(1, 4)]
@@ -210,13 +211,13 @@ def test_a_reply_without_any_prompt_is_not_trained():
     assert exactness(attempt([node(0, None)], [step(0, 0, 3)])).inexact == {"context_missing": 1}
 
 
-def test_contexts_that_are_the_recorded_ones_are_exact_on_every_branch():
+def test_contexts_that_are_recorded_ones_are_exact_on_every_branch():
     assert exactness(sound()) == (5, 5, {}, 0)
     assert sequences(group(sound()), [1.0]).counts["tokens"] == 5
 
 
 @pytest.mark.parametrize("where", ["prompt", "reply", "glue"])
-def test_one_id_changed_after_sampling_masks_every_reply_that_it_is_context_of(where: str):
+def test_changed_id_masks_every_later_reply(where: str):
     made = sound()
     nodes, steps = list(made.nodes), list(made.steps)
     if where == "reply":
@@ -237,14 +238,14 @@ def test_a_reply_moved_to_another_prompt_is_masked():
     assert exactness(moved).inexact == {"context_differs": 2}
 
 
-def test_steps_recorded_without_a_digest_are_checked_by_structure_and_shown():
+def test_steps_recorded_without_digest_are_checked_by_structure_and_shown():
     made = sound()
-    older = replace(made, steps=(replace(made.steps[0], context=""), *made.steps[1:]))
+    older = replace(made, steps=(replace(made.steps[0], context_digest=""), *made.steps[1:]))
     assert exactness(older) == (5, 5, {}, 2)
     assert sequences(group(older), [1.0]).counts["tokens"] == 5
 
 
-def test_what_follows_a_damaged_reply_is_exact_where_its_own_digest_says_so():
+def test_what_follows_damaged_reply_is_exact_where_digest_reports_it():
     made = sound()
     damaged = replace(made, steps=(replace(made.steps[0], logprobs=(NAN, -0.5)), *made.steps[1:]))
     assert exactness(damaged) == (3, 5, {"bad_logprob": 2}, 0)
@@ -252,7 +253,7 @@ def test_what_follows_a_damaged_reply_is_exact_where_its_own_digest_says_so():
 
 
 @pytest.mark.parametrize("bad", [-1, 2**31, 2**70])
-def test_numbers_that_are_no_ids_are_refused_and_so_is_what_follows(bad: int):
+def test_invalid_ids_are_rejected(bad: int):
     made = sound()
     changed = replace(made, steps=(replace(made.steps[0], completion_ids=(3, bad)), *made.steps[1:]))
     assert exactness(changed).inexact == {"bad_token": 2, "context_missing": 3}
@@ -268,11 +269,11 @@ def test_where_nothing_was_sampled_there_is_no_rate():
     assert exactness().rate is None
 
 
-def marked(made: Attempt, *marks: Mark) -> Attempt:
+def marked(made: Rollout, *marks: Mark) -> Rollout:
     return replace(made, marks=marks)
 
 
-def test_a_curators_weight_scales_the_credit_of_a_rollout_and_of_a_step():
+def test_curators_weight_scales_credit_of_rollout_and_of_step():
     curated = marked(two_turns(), Mark(rollout_id="r", quality=0.5), Mark(rollout_id="r", step=1, quality=3.0))
     (only,) = sequences(group(curated), [2.0]).sequences
     assert only.advantages == (0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 3.0)
@@ -293,7 +294,7 @@ def test_a_rollout_that_a_curator_took_out_counts_for_nobody():
     assert ({each.rollout_id for each in result.sequences}, result.counts["curated"]) == ({"train-0.0.1"}, 1)
 
 
-def test_with_a_second_reply_at_every_turn_each_is_trained_once_after_all_that_came_before_it():
+def test_second_replies_are_trained_once_each():
     nodes = [node(turn, 2 * turn - 2 if turn else None, 10 * turn) for turn in range(4)]
     steps = [step(2 * turn + n, turn, 10 * turn + 1 + n, versions=(turn,)) for turn in range(4) for n in range(2)]
     made = sequences(group(attempt(nodes, steps)), [1.0]).sequences
@@ -334,7 +335,7 @@ def test_steps_without_credit_are_counted():
     assert result.counts["masked.zero_advantage"] == 1 and result.counts["tokens"] == 2
 
 
-def test_a_group_without_any_step_credit_is_one_of_equal_reward():
+def test_group_without_any_step_credit_is_one_of_equal_reward():
     assert sequences(group(two_turns()), [{0: 0.0}]).counts["groups_equal"] == 1
 
 

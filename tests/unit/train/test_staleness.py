@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from penstock.train.loop import TrainProgress, max_versions_behind
+from penstock.train.claims import max_versions_behind
+from penstock.train.resources import TrainProgress
 
 
 @pytest.mark.parametrize(
@@ -24,6 +25,6 @@ from penstock.train.loop import TrainProgress, max_versions_behind
         (1, 1, TrainProgress(step=3, version=1, past=(1, 1)), 1),  # steps that had nothing to teach
     ],
 )
-def test_a_group_may_be_as_many_steps_behind_as_is_allowed(max_staleness, updates, progress, numbers) -> None:
+def test_group_may_be_as_many_steps_behind_as_is_allowed(max_staleness, updates, progress, numbers) -> None:
     config = SimpleNamespace(rollout=SimpleNamespace(max_staleness=max_staleness), train=SimpleNamespace(updates_per_step=updates))
     assert max_versions_behind(SimpleNamespace(config=config), progress) == numbers

@@ -1,21 +1,23 @@
-"""A run that learns nothing says so, with the likely reason."""
+"""A run that learns nothing reports this, with the likely reason."""
 
 from typing import Any
 
-from penstock.records import Attempt, End, Grade, Rollout, Sampling, Step
-from penstock.train.stalled import idle_steps, reply_examples, why_idle
+from penstock.records import End, Grade, Rollout, RolloutRef, Sampling, Step
+from penstock.train.monitoring import idle_steps, reply_examples, why_idle
 
 
 def entry(version: int, *rewards: float, equal: int = 2, **changes: Any) -> dict[str, Any]:
     return {"version": version, "rewards": list(rewards), "groups": 2, "groups_equal": equal, **changes}
 
 
-def attempt(place: int, reward: float | None, reply: str | None) -> Attempt:
-    rollout = Rollout(id=f"r{place}", group_id="g", task_id="t", place=place, attempt=1, channel="train")
+def attempt(place: int, reward: float | None, reply: str | None) -> Rollout:
+    rollout = RolloutRef(id=f"r{place}", group_id="g", task_id="t", place=place, attempt=1, channel="train")
     shared: dict[str, Any] = {"node": 0, "transcript": "main", "completion_ids": (1,), "logprobs": (-1.0,), "versions": (0,)}
-    step = Step(rollout_id=rollout.id, index=0, sampling=Sampling(), finish="stop", message={"content": reply}, chain="", **shared)
+    step = Step(
+        rollout_id=rollout.id, index=0, sampling=Sampling(), finish="stop", message={"content": reply}, messages_digest="", **shared
+    )
     grades = () if reward is None else (Grade(rollout_id=rollout.id, reward=reward, source="g"),)
-    return Attempt(rollout=rollout, end=End.COMPLETED, steps=(step,), grades=grades)
+    return Rollout(ref=rollout, end=End.COMPLETED, steps=(step,), grades=grades)
 
 
 def test_the_last_steps_without_a_new_version_are_idle():
@@ -25,7 +27,7 @@ def test_the_last_steps_without_a_new_version_are_idle():
     assert len(idle_steps([entry(0, 0, 0)] * 3)) == 3
 
 
-def test_only_zeros_mean_that_there_was_no_first_success_and_the_commonest_reply_is_shown():
+def test_only_zeros_mean_that_there_was_no_first_success_and_show_the_reply():
     replies = {"commonest": {"count": 7, "of": 8, "text": "I cannot"}}
     why = why_idle([entry(0, 0.0, 0.0), entry(0, 0.0, 0.0, replies=replies)])
     assert why.startswith("no update in the last 2 steps: all rewards equal, every one is 0")
@@ -38,29 +40,29 @@ def test_only_ones_mean_that_it_is_solved():
     assert "the tasks are solved" in why_idle([entry(0, 1.0, 1.0)])
 
 
-def test_tasks_that_are_always_or_never_solved_are_named_as_such():
+def test_always_and_never_solved_tasks_are_named():
     why = why_idle([entry(0, 0.0, 0.0, 1.0, 1.0)])
     assert "each task is always or never solved" in why
     assert "rollout.group_size" in why
 
 
-def test_rewards_that_differ_without_an_update_point_at_what_was_masked():
+def test_rewards_that_differ_without_update_point_at_what_was_masked():
     why = why_idle([entry(0, 0.0, 1.0, equal=1, masked={"greedy": 4})])
     assert "greedy 4" in why
     assert "all rewards equal" not in why
 
 
-def test_rollouts_that_mostly_failed_are_named_with_their_commonest_reason():
+def test_rollouts_that_mostly_failed_are_named_with_their_reason():
     failed = {"failed": {"count": 6, "reason": "agent_error: workflow 'Multiply': no tool"}}
     why = why_idle([entry(0, 0.0, 0.0, equal=1, rollouts=8, shortfalls=failed)] * 2)
     assert "12 of 16 rollouts failed, and the rewards of the others are equal" in why
-    assert "(commonest: agent_error: workflow 'Multiply': no tool); mend the agent" in why
-    assert "16 of 16 rollouts failed (commonest" in why_idle(
+    assert "agent_error: workflow 'Multiply': no tool" in why
+    assert "16 of 16 rollouts failed" in why_idle(
         [entry(0, equal=0, rollouts=16, shortfalls={"failed": {"count": 16, "reason": "x"}})]
     )
 
 
-def test_the_replies_of_a_step_are_the_best_the_worst_and_the_commonest():
+def test_the_replies_of_a_step_are_the_best_the_worst_and_the_most_common():
     found = reply_examples([attempt(0, 0.0, "no"), attempt(1, 1.0, "42"), attempt(2, 0.0, "no"), attempt(3, None, "lost")])
     assert found["replies"] == {
         "commonest": {"count": 2, "of": 3, "text": "no"},
@@ -74,6 +76,6 @@ def test_replies_without_text_or_of_equal_reward_have_no_best():
     assert set(reply_examples([attempt(0, 1.0, "a"), attempt(1, 1.0, "b")])["replies"]) == {"commonest"}
 
 
-def test_zeros_after_a_success_are_not_told_as_if_there_had_never_been_one():
+def test_zeros_after_a_success_are_not_misreported():
     why = why_idle([entry(1, 0.0, 1.0), entry(1, 0.0, 0.0)])
     assert why.startswith("no update in the last step: all rewards equal, every one is 0: no success to learn from any more")

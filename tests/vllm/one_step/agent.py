@@ -1,4 +1,4 @@
-"""An agent of one call, and a grader that tells replies apart."""
+"""An agent of one call, and a grader that distinguishes replies."""
 
 from typing import Any
 

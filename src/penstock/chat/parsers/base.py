@@ -193,7 +193,7 @@ class ParseOptions(NamedTuple):
     thinking: bool = False
     """Whether the prompt ends inside reasoning."""
     tools: Sequence[Tool] = ()
-    """The tools offered. Formats that write arguments without JSON need the schemas to tell a string from a number."""
+    """The tools offered. Formats that write arguments without JSON need the schemas to distinguish strings from numbers."""
 
 
 class ReplyParser(Protocol):

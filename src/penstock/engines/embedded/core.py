@@ -2,7 +2,7 @@
 
 Each `step` admits the requests that fit, runs at most one prefill pass, and samples one token for every request whose prompt is
 computed, so that a long prompt never blocks requests that are already decoding. The context of a request is a path of the prefix
-tree, shared with every request that has the same tokens, plus a tail of its own. When a request finishes, its tail is moved to
+tree, shared with every request that has the same tokens, plus its own tail. When a request finishes, its tail is moved to
 the tree, where the next turn of its conversation finds it.
 
 No tokens are lost when memory runs short or the weights change: a request goes back to the front of the queue with the tokens
@@ -76,7 +76,7 @@ class DrawnChunk(NamedTuple):
     full_logprobs: list[float]
     finish: Finish | None = None
     problem: str = ""
-    """Why the request cannot go on; with finish "error" only."""
+    """Why the request cannot continue; with finish "error" only."""
     kept: tuple[bytes, ...] = ()
     """See `Step.kept`."""
     most_likely: tuple[TokenLogprobs, ...] = ()
@@ -289,10 +289,10 @@ class EngineCore:
                 for chunk, row in zip(sampled, kept, strict=True)
             ]
         if likely is not None:
-            told = torch.stack([part.double() for part in likely], dim=1).cpu().numpy()  # [rows, 2, count]
+            ranked = torch.stack([part.double() for part in likely], dim=1).cpu().numpy()  # [rows, 2, count]
             sampled = [
-                chunk._replace(most_likely=tell_likely(chunk.request.sampling, row[None]))
-                for chunk, row in zip(sampled, told, strict=True)
+                chunk._replace(most_likely=likely_tokens(chunk.request.sampling, row[None]))
+                for chunk, row in zip(sampled, ranked, strict=True)
             ]
         for active, token in zip(list(self.running), sampled, strict=True):
             if token.finish and token.finish != "error":
@@ -334,12 +334,12 @@ def keeps_sets(sampling: Sampling) -> bool:
     return sampling.truncated and sampling.temperature > 0.0
 
 
-def tell_likely(sampling: Sampling, told: NDArray[np.float64]) -> tuple[TokenLogprobs, ...]:
+def likely_tokens(sampling: Sampling, ranked: NDArray[np.float64]) -> tuple[TokenLogprobs, ...]:
     """What a request gets of the most likely tokens of some steps: ids and log-probabilities, [steps, 2, count]."""
     count = sampling.top_logprobs
     if not count:
         return ()
-    rows: list[list[list[float]]] = told[:, :, :count].tolist()
+    rows: list[list[list[float]]] = ranked[:, :, :count].tolist()
     return tuple(
         tuple((int(token_id), logprob) for token_id, logprob in zip(*row, strict=True) if logprob > -math.inf) for row in rows
     )
@@ -363,7 +363,7 @@ def ending(request: Request, full_logprob: float, decode: Callable[[Sequence[int
 
 
 def follow(grammar: ReplyState, token_id: int) -> str:
-    """Advance a grammar by a drawn token. Returns why the reply cannot go on; empty if it can.
+    """Advance a grammar by a drawn token. Returns why the reply cannot continue; empty if it can.
 
     A grammar that fails while the mask is computed allows no token or any, and none here.
     """

@@ -23,9 +23,8 @@ from typing import Any
 import torch
 
 from penstock.config import EngineSection
-from penstock.engines.adapter_files import find_base, is_adapter
 from penstock.engines.base import SampledChunk
-from penstock.engines.cpu_features import VARIABLE, WITHOUT_AMX, limit_onednn
+from penstock.engines.checkpoint_files import find_base, is_adapter
 from penstock.engines.embedded import fused
 from penstock.engines.embedded.core import DrawnChunk, EngineCore, Request
 from penstock.engines.embedded.decoder import Decoder
@@ -170,7 +169,7 @@ class EmbeddedEngine:
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, rollout_id: str = "", policy: str = ""
     ) -> AsyncGenerator[SampledChunk, None]:
-        """See `Engine.generate`. A policy without an adapter of its own is the base model."""
+        """See `Engine.generate`. A policy without an adapter is the base model."""
         self._check(prompt_ids, sampling)
         if len(self._outputs) >= self._limit:
             raise EngineBusy(f"{self._limit} requests are already running or waiting; try again later, or raise engine.queue")
@@ -226,7 +225,7 @@ class EmbeddedEngine:
         await self.swap(version, put, policies=adapters.keys())
 
     def warm_up(self, core: PagedCore) -> None:
-        """Compile and capture in the engine's thread, while the caller goes on to open the rest of the run."""
+        """Compile and capture in the engine's thread, while the caller opens the rest of the run."""
         self._post(lambda: _warm_up(core))
 
     async def close(self) -> None:
@@ -237,7 +236,7 @@ class EmbeddedEngine:
         await asyncio.to_thread(self._thread.join)
 
     async def _reply_state(self, sampling: Sampling) -> ReplyState | None:
-        """What tells the tokens that may be sampled; None if all may."""
+        """The grammar that limits which tokens may be sampled; None if all may."""
         if sampling.biased:
             return FixedChoice(sampling, self.decoder.shape.vocab_size)
         if sampling.grammar is None:
@@ -387,7 +386,7 @@ def _put_all(batch: Sequence[tuple[RequestOutput, DrawnChunk, int]]) -> None:
 def _warm_up(core: PagedCore) -> None:
     try:
         core.warm_up()
-    except Exception as cause:  # a request would fail the same way, and says so
+    except Exception as cause:  # a request would fail the same way, with a message
         log.warning("the engine could not be warmed up: %s: %s", type(cause).__name__, cause)
 
 
@@ -446,23 +445,9 @@ def pick_device(name: str, setting: str = "engine.device") -> torch.device:
     return device
 
 
-def pick_dtype(name: str, device: torch.device, *, limit: Callable[[], bool] = limit_onednn) -> torch.dtype:
-    """The precision that `engine.dtype` names; "auto" is bfloat16 on a GPU and float32 on a CPU, where it is faster.
-
-    Before bfloat16 on a CPU, `limit` excludes instructions that would kill this process, and returns whether it had to.
-    """
-    dtype = DTYPES[name] if name != "auto" else torch.bfloat16 if device.type == "cuda" else torch.float32
-    if dtype == torch.bfloat16 and device.type == "cpu" and limit() and _uses_amx():
-        raise ConfigError(
-            f"engine.dtype = {name!r}: this CPU claims AMX and cannot run it, and torch has chosen it already; "
-            f"set {VARIABLE}={WITHOUT_AMX} in the environment and start again"
-        )
-    return dtype
-
-
-def _uses_amx() -> bool:
-    """Whether oneDNN chose AMX before it was limited. It then supports float16 too, which is the only way to ask."""
-    return torch.ops.mkldnn._is_mkldnn_fp16_supported()
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The precision that `engine.dtype` names; "auto" is bfloat16 on a GPU and float32 on a CPU, where it is faster."""
+    return DTYPES[name] if name != "auto" else torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def end_ids(folder: Path) -> frozenset[int]:

@@ -24,7 +24,7 @@ from penstock.records import ReplyGrammar, Sampling
 KEPT_GRAMMARS = 64
 """Compiled grammars that are kept; each may take some megabytes."""
 STATES_PER_LEXER = 4
-"""Running replies of one grammar from which on it is compiled once more, for another processor to use beside the first."""
+"""From this many running replies of one grammar on, it is compiled once more, so that two processors can share the work."""
 MAX_LEXERS = min(8, max(1, (os.cpu_count() or 1) // 2))
 COMPILED_ONCE_S = 0.1
 """A grammar that takes longer is compiled once: replies would wait for it."""
@@ -93,7 +93,7 @@ class FixedChoice:
 
 
 ReplyState = GrammarState | FixedChoice
-"""Tells what may follow a reply so far."""
+"""Finds what may follow a reply so far."""
 
 
 class GrammarCompiler:

@@ -1,7 +1,7 @@
 """Key-value cache of the embedded engine: a tree of token prefixes, shared by requests, and a tail for each request.
 
 A segment of the tree holds the tokens between two forks, so every prompt is a path from a root and a common prefix is stored
-once. Each adapter has a root of its own, as it makes other keys and values of the same tokens. A segment without keys and values
+once. Each adapter has its own root, as it makes other keys and values of the same tokens. A segment without keys and values
 is planned: some request needs it, and the next prefill pass computes it. Segments that no request holds are kept for later
 requests and dropped, least recently used first, when room is needed. A tail holds the newest tokens of one running request.
 """

@@ -339,8 +339,8 @@ class Lanes:
             fused.forbid(logits, self._allowed[:lanes])
         drawn = fused.draw(logits, self._params[:lanes], self._uniforms[:lanes], truncated=kind.truncated)
         if kind.likely:
-            told = torch.stack([part.double() for part in most_likely(logits.float(), MAX_TOP_LOGPROBS)], 1)
-            self._likely[:lanes].index_copy_(1, self._cursor, told[:, None])
+            ranked = torch.stack([part.double() for part in most_likely(logits.float(), MAX_TOP_LOGPROBS)], 1)
+            self._likely[:lanes].index_copy_(1, self._cursor, ranked[:, None])
         fused.advance(self._state, self._stops, drawn, self._cursor, self._out)
         if drawn.kept is not None and self._kept is not None:
             bits = F.pad(drawn.kept.to(torch.uint8), (0, -drawn.kept.shape[1] % 8)).view(lanes, -1, 8) * self._bit_values
@@ -412,7 +412,7 @@ class Lanes:
         return StepResults(values[:, :steps], self._record(), *others)
 
     def _copies(self, *parts: Tensor | None) -> list[Tensor | None]:
-        """Queue copies to the host, into memory of their own."""
+        """Queue copies to the host, into separate memory."""
         copy = torch.clone if self._stream is None else self._download
         return [None if part is None else copy(part) for part in parts]
 

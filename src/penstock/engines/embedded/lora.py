@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor, nn
 
-from penstock.engines.adapter_files import (
+from penstock.engines.checkpoint_files import (
     ADAPTER_WEIGHTS,
     BASE_DIGEST,
     AdapterConfig,

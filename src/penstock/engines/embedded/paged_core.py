@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.engines.embedded import fused
-from penstock.engines.embedded.core import DrawnChunk, Request, ending, follow, keeps_sets, tell_likely
+from penstock.engines.embedded.core import DrawnChunk, Request, ending, follow, keeps_sets, likely_tokens
 from penstock.engines.embedded.decoder import Decoder
 from penstock.engines.embedded.grammars import ReplyState, fill_rows
 from penstock.engines.embedded.kv_cache import CacheRows, PrefixTree, Segment
@@ -67,7 +67,7 @@ class LaneRequest:
 
 
 class GrammarProblem(NamedTuple):
-    """Why a reply cannot go on."""
+    """Why a reply cannot continue."""
 
     tokens: int
     """How many it has of the window, up to the one that its grammar does not allow."""
@@ -361,8 +361,8 @@ class PagedCore:
         """Run steps in which some requests have a grammar: what they may draw depends on the token before, which the host must see.
 
         It asks the grammars while the device runs the layers, which need the token alone; those of the next step are queued before
-        the host waits for this one's tokens. All else is done once for all steps: beside a step of the device there is time for
-        little, and the interpreter is shared with those who wait for tokens.
+        the host waits for this one's tokens. All else is done once for all steps: there is little time while the device computes
+        one, and the interpreter is shared with those who wait for tokens.
         """
         allowed = self.lanes.allowed[:lanes]
         allowed.fill(-1)
@@ -438,7 +438,7 @@ class PagedCore:
             bits, vocab = results.kept[lane, :count].numpy(), self.decoder.shape.vocab_size
             chunk = chunk._replace(kept=tuple(pack_bits(row, vocab) for row in bits))
         if results.likely is not None and sampling.top_logprobs:
-            chunk = chunk._replace(most_likely=tell_likely(sampling, results.likely[lane, :count].numpy()))
+            chunk = chunk._replace(most_likely=likely_tokens(sampling, results.likely[lane, :count].numpy()))
         return chunk
 
     def _goes_on(self, active: LaneRequest, ids: list[int]) -> bool:
@@ -494,7 +494,7 @@ class PagedCore:
 
 
 class RowTree(PrefixTree):
-    """A prefix tree over rows of the cache; requests take rows of their own from what it leaves."""
+    """A prefix tree over rows of the cache; requests take their rows from what it leaves."""
 
     def __init__(self, rows: int, longest: int) -> None:
         self._free = np.arange(rows, 0, -1, dtype=np.int32)  # row 0 is nobody's
@@ -548,7 +548,7 @@ def pass_tokens(decoder: Decoder) -> int:
 
 
 def free_tokens(decoder: Decoder, slots: int) -> int:
-    """Tokens that a third of the GPU's free memory holds, beside what training takes; at most what all slots can use."""
+    """Tokens that a third of the GPU's free memory holds, in addition to what training takes; at most what all slots can use."""
     shape, weight = decoder.shape, decoder.embed.weight
     free, _ = torch.cuda.mem_get_info(weight.device)
     training = 16 * sum(parameter.numel() for parameter in decoder.parameters())  # float32: master, gradient, two moments

@@ -9,8 +9,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 
-from penstock.engines.adapter_files import ADAPTER_CONFIG
-from penstock.engines.checkpoint_files import STATE
+from penstock.engines.checkpoint_files import ADAPTER_CONFIG, STATE
 from penstock.engines.embedded.decoder import Decoder, DecoderShape, read_decoder_shape
 from penstock.errors import ModelError
 from penstock.system.files import sync_tree

@@ -15,13 +15,11 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import orjson
 
 from penstock.config import home_folder
-from penstock.engines.adapter_files import is_adapter, read_adapter_config
 from penstock.engines.base import SampledChunk, SentPicture
+from penstock.engines.checkpoint_files import is_adapter, read_adapter_config
 from penstock.engines.fleet import EngineServer
 from penstock.engines.retry import FleetClient, RetryPolicy, ServerRequest
 from penstock.engines.servers import pauses
-from penstock.engines.servers.adapters import ServedAdapter, ServedAdapters
-from penstock.engines.servers.model_files import ModelContents, PublishedWeights, check_same_shape, read_vocabulary
 from penstock.engines.servers.pauses import (
     RESUME_S,
     PausedServers,
@@ -30,6 +28,14 @@ from penstock.engines.servers.pauses import (
     ServerCall,
 )
 from penstock.engines.servers.replies import ReplyReader, is_plain
+from penstock.engines.servers.server_weights import (
+    ModelContents,
+    PublishedWeights,
+    ServedAdapter,
+    ServedAdapters,
+    check_same_shape,
+    read_vocabulary,
+)
 from penstock.engines.servers.settings import RemoteSection
 from penstock.errors import ConfigError, EngineError, EngineRefused, ModelError, RequestError
 from penstock.http.client import HttpClient, RequestTimeouts, UpstreamError
@@ -168,7 +174,7 @@ class RemoteEngine(ABC):
                         if chunk.finish is not None:
                             return
             parts += 1
-            if sampling.grammar is not None:  # the server would begin the grammar anew
+            if sampling.grammar is not None:  # the server would start the grammar from its beginning
                 raise EngineError(
                     "a reply that follows a grammar was interrupted by new weights and cannot be continued; ask again"
                 )
@@ -178,7 +184,7 @@ class RemoteEngine(ABC):
     async def swap(self, version: int, change: Callable[[], None]) -> None:
         """Refused: `change` rewrites weights in this process, and the servers hold their own."""
         raise EngineError(
-            f"policy version {version} cannot be swapped in: {self.kind} servers hold weights of their own; "
+            f"policy version {version} cannot be swapped in: {self.kind} servers hold their own weights; "
             "publish a model folder and `load` it"
         )
 
@@ -186,7 +192,7 @@ class RemoteEngine(ABC):
         """Load the weights of a model folder into every server; see `Engine.load`. The folder must have the same path there.
 
         A server that fails to load them is down until it has. If all fail, the previous version is loaded again. An adapter's
-        folder is loaded beside what is there, and new requests of the policy use it.
+        folder is loaded in addition to what is there, and new requests of the policy use it.
         """
         wanted = self._weights(version, folder)
         if is_adapter(folder):
@@ -251,7 +257,7 @@ class RemoteEngine(ABC):
                         await self.unload_adapter(server.url, name)
 
     async def _find_leftovers(self) -> str:
-        """Tells of a server whose weights are those of an earlier run, in words; empty if none is known to be."""
+        """Describes a server whose weights are those of an earlier run, in words; empty if none is known to be."""
         for server in self.client.fleet.servers:
             with suppress(UpstreamError):
                 if server.up.is_set() and (label := await self.weights_label(server.url)).startswith(LABEL_PREFIX):
@@ -440,7 +446,7 @@ class RemoteEngine(ABC):
         return errors
 
     async def _load_weights(self, url: str, wanted: PublishedWeights, change: "ChangeWeights") -> None:
-        """Let a server take weights between two of its steps. Whatever fails, it goes on, with those before.
+        """Let a server take weights between two of its steps. If anything fails, it continues with the previous ones.
 
         Requests of other clients wait, and continue under the new weights.
         """
@@ -462,7 +468,7 @@ class RemoteEngine(ABC):
             self._unsure.discard(url)
             resume = steps[-1:]
         finally:
-            # In a thread with a client of its own: this may run while all else is being closed.
+            # In a thread with its own client: this may run while all else is being closed.
             await finish_shielded(self._bring_back(Recovery(url, resume, self._key)))
         if url in self._paused_servers:
             raise UpstreamError(f"{url} could not be resumed", kind="broken")

@@ -3,7 +3,7 @@
 Before a server is paused, the requests that would bring it back are noted in two places: with a child process (this module run with
 `python -m`), which sends them if our process dies, and in a locked file, which the next run reads if the child died too. The same
 requests are sent if new weights fail to load: a server whose loading broke off has layers without weights, and the next token that
-it samples kills it, so it gets its weights before back before it goes on. Whoever sends them holds the file's lock: no other run
+it samples kills it, so it gets its previous weights back before it resumes. Whoever sends them holds the file's lock: no other run
 changes the server meanwhile.
 
 The file also says which start of the server has had its weights changed, for servers that cannot name their weights.
@@ -30,7 +30,7 @@ from penstock.system.processes import module_command, spawn_detached
 STEP_S = 600.0
 """Timeout of one request: reading weights takes long."""
 RESUME_S = 10.0
-"""How long this process tries to resume a server; the child process goes on trying."""
+"""How long this process tries to resume a server; the child process keeps trying."""
 CHILD_RESUME_S = 120.0
 RETRY_S = 0.2
 LOCK_S = 30.0
@@ -90,7 +90,7 @@ class PauseRecord(NamedTuple):
     steps: RecoverySteps = ()
     """What brings it back; empty if it is not paused."""
     changed: str = ""
-    """The start of the server whose weights were changed last, as the server tells it."""
+    """The start of the server whose weights were changed last, as the server reports it."""
 
 
 class PausedServers:

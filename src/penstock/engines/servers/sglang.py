@@ -5,11 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock.engines.fleet import EngineServer
-from penstock.engines.servers.adapters import ServedAdapter, adapter_roots
 from penstock.engines.servers.base import RemoteEngine, RemoteModel, open_remote
-from penstock.engines.servers.model_files import PublishedWeights
 from penstock.engines.servers.pauses import RecoverySteps, ServerCall
 from penstock.engines.servers.replies import ReplyReader
+from penstock.engines.servers.server_weights import PublishedWeights, ServedAdapter, adapter_roots
 from penstock.engines.servers.settings import RemoteSection
 from penstock.errors import EngineRefused
 from penstock.http.client import HttpClient, UpstreamError
@@ -133,7 +132,7 @@ class SglangEngine(RemoteEngine):
         return super().behaviour_known(sampling) and not (limited and sampling.temperature > 0.0)
 
     async def abort(self, url: str, key: str) -> None:
-        """SGLang checks for closed connections only every few seconds, so it is told."""
+        """SGLang checks for closed connections only every few seconds, so it gets an explicit request."""
         await self.client.http.request_json(f"{url}/abort_request", {"rid": key})
 
     def with_adapter(self, body: dict[str, Any], name: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Engine for vLLM servers of versions 0.22 to 0.32: `/v1/completions` with token ids, and weights changed in place.
 
 What a server can do is read from what it says about itself (`/version`, `/openapi.json`, `/v1/models`, `/server_info`, `/metrics`).
-docs/engines.md has a table of what differs between versions.
+docs/design/vllm-servers.md has a table of what differs between versions.
 """
 
 import asyncio
@@ -17,7 +17,6 @@ from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, cast
 from penstock.engines.base import RenderedPicture, SentPicture
 from penstock.engines.fleet import EngineServer
 from penstock.engines.retry import RetryState
-from penstock.engines.servers.adapters import ServedAdapter, adapter_roots
 from penstock.engines.servers.base import (
     CONTROL_S,
     LABEL_PREFIX,
@@ -27,11 +26,19 @@ from penstock.engines.servers.base import (
     open_remote,
     paused_folder,
 )
-from penstock.engines.servers.model_files import ModelContents, PublishedWeights, check_same_shape, read_vocabulary
 from penstock.engines.servers.pauses import Recovery, RecoverySteps, ServerCall, read_record
 from penstock.engines.servers.replies import ReplyReader
+from penstock.engines.servers.server_weights import (
+    ModelContents,
+    PublishedWeights,
+    ServedAdapter,
+    WeightSender,
+    adapter_roots,
+    check_same_shape,
+    exchange,
+    read_vocabulary,
+)
 from penstock.engines.servers.settings import RemoteSection
-from penstock.engines.servers.transfer import WeightSender, exchange
 from penstock.errors import ConfigError, EngineError, EngineRefused
 from penstock.http.client import HttpClient, UpstreamError
 from penstock.records import PlacedPicture, Sampling
@@ -110,7 +117,7 @@ class VllmReader(ReplyReader):
 def picture_request(model: str, prompt: list[int], sampling: Sampling, pictures: Sequence[SentPicture]) -> dict[str, Any]:
     """For the route that takes token ids with pictures. The server puts the tokens of each into the place of its one token."""
     around = ("model", "prompt", "stream", "return_token_ids")
-    asked = replace(sampling, top_logprobs=0)  # that route tells them otherwise
+    asked = replace(sampling, top_logprobs=0)  # that route reports them in another form
     settings = {name: value for name, value in request_body(model, prompt, asked).items() if name not in around}
     return {
         "model": model,
@@ -135,7 +142,7 @@ def collapsed(prompt: Sequence[int], places: Sequence[PlacedPicture]) -> list[in
 
 
 class VllmPictureReader(ReplyReader):
-    """Of the route that takes pictures: the first event has the prompt that the server made, beside the choices."""
+    """Of the route that takes pictures: the first event has the prompt that the server made, next to the choices."""
 
     _is_checked = False
 
@@ -193,7 +200,7 @@ class VllmFeatures(NamedTuple):
     settings: dict[str, Any]
     """`/server_info`, which is there in development mode only."""
     takes_pictures: bool = False
-    """Whether its route for token ids takes pictures beside them, and tells the prompt that it made of both."""
+    """Whether its route for token ids takes pictures with them, and reports the prompt that it made of both."""
 
     def setting(self, section: str, key: str) -> Any:
         return _table(_table(self.settings.get("vllm_config")).get(section)).get(key)
@@ -273,7 +280,7 @@ class VllmEngine(RemoteEngine):
             raise UpstreamError("none is up", kind="broken")
         for server in up:  # a request may go to any of them
             if not (await self.features(server)).takes_pictures:
-                raise EngineRefused(f"{server} takes no pictures beside token ids; {PICTURE_REMEDY}")
+                raise EngineRefused(f"{server} takes no pictures with token ids; {PICTURE_REMEDY}")
         message = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}
         body = {"model": self._served.model, "messages": [message], "mm_payload": "none"}
         server = random.choice(up)
@@ -367,7 +374,7 @@ class VllmEngine(RemoteEngine):
 
     @asynccontextmanager
     async def asleep(self) -> AsyncGenerator[None]:
-        """Let all servers that are up sleep, and wake them on leaving. Requests wait, and running replies go on afterwards."""
+        """Let all servers that are up sleep, and wake them on leaving. Requests wait, and running replies continue afterwards."""
         fleet, done = self.client.fleet, asyncio.Event()
 
         async def rest(server: EngineServer, settled: asyncio.Event) -> None:
@@ -469,7 +476,7 @@ class VllmEngine(RemoteEngine):
         self._features.pop(server.url, None)  # it may be another version now
         named = self._named.get(server.url)
         if named is not None and not named.started:
-            del self._named[server.url]  # it was away, and nothing tells whether it was restarted
+            del self._named[server.url]  # it was away, and may have been restarted
         if server.url in self._asleep:
             await self._wake(server.url)
         await super()._check_server(server)
@@ -559,8 +566,8 @@ async def find_model(http: HttpClient, url: str, name: str) -> ListedModel:
 async def read_features(http: HttpClient, url: str) -> VllmFeatures:
     version = _parse_version(_field(await http.request_json(f"{url}/version"), "version", str, url))
     if version and not OLDEST <= version[:2] <= NEWEST:
-        told = ".".join(map(str, version))
-        log.warning("%s is vLLM %s; versions from %d.%d to %d.%d were tried", url, told, *OLDEST, *NEWEST)
+        found = ".".join(map(str, version))
+        log.warning("%s is vLLM %s; versions from %d.%d to %d.%d were tried", url, found, *OLDEST, *NEWEST)
     settings = await _optional(http, f"{url}/server_info?config_format=json")
     described = await _optional(http, f"{url}/openapi.json")
     if described is not None:

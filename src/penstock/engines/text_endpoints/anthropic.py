@@ -135,7 +135,7 @@ def _blocks(message: Message) -> list[dict[str, Any]]:
 
 
 def _block(part: dict[str, Any]) -> dict[str, Any]:
-    """A content part as a block. A part that the API does not know becomes a text that says so."""
+    """A content part as a block. A part that the API does not know becomes a text that names it."""
     match part["type"]:
         case "text":
             return part

@@ -10,6 +10,6 @@ DIALECTS = Registry(
         "completions": "penstock.gateway.dialects.completions:CompletionsDialect",
         "messages": "penstock.gateway.dialects.messages:MessagesDialect",
         "inference": "penstock.gateway.dialects.inference:InferenceDialect",
-        "generate": "penstock.gateway.dialects.generate:GenerateDialect",
     },
+    wheels={"generate": "penstock-compat"},
 )

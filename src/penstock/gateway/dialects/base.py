@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from penstock.errors import RequestError
-from penstock.gateway.call import ConversationHistory, ModelCall, Prompt
 from penstock.gateway.reply import Delta
+from penstock.gateway.request import ConversationHistory, ModelCall, Prompt
 from penstock.records import Message, Sampling, Step, TokenLogprobs, Usage
 
 

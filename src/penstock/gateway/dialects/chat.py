@@ -1,19 +1,27 @@
 """The OpenAI chat dialect: `/v1/chat/completions`, with vLLM's `return_token_ids`."""
 
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, cast
 
 import orjson
 
 from penstock.chat.parsers.base import Reasoning, Text
 from penstock.chat.templates import Tool, flatten
 from penstock.errors import RequestError
-from penstock.gateway.call import ConversationHistory, ModelCall
 from penstock.gateway.dialects import fields
 from penstock.gateway.dialects.base import DialectTokenizer, ModelAnswer, UnsentTokens
-from penstock.gateway.dialects.chat_calls import CallChanges, CallForms, call_forms, functions_as_tools
-from penstock.gateway.dialects.fields import HARMLESS, SAMPLING_FIELDS, check_harmless, read_bias, read_sampling, refuse_unsupported
-from penstock.gateway.reply import CallDelta, Delta, sse_data
+from penstock.gateway.dialects.fields import (
+    HARMLESS,
+    SAMPLING_FIELDS,
+    FreeformReader,
+    check_harmless,
+    freeform_text,
+    read_bias,
+    read_sampling,
+    refuse_unsupported,
+)
+from penstock.gateway.reply import CallDelta, Delta, sse_data, tool_call
+from penstock.gateway.request import ConversationHistory, ModelCall
 from penstock.records import Message, Sampling, Step, TokenLogprobs
 
 HONOURED = frozenset(
@@ -236,13 +244,13 @@ def _entry(choice: int, delta: dict[str, Any], finish: str | None = None) -> dic
 
 
 def _extra(body: dict[str, Any], tools: Sequence[Tool]) -> dict[str, Any]:
-    """What an endpoint gets as it is; tools of its own beside ours."""
+    """Returns what an endpoint gets as it is, its own tools added to ours."""
     extra = {name: body[name] for name in body.keys() - CARRIED}
     others = fields.vendor_tools(body.get("tools"))
     return {**extra, "tools": [*tools, *others]} if others else extra
 
 
-def _forms(answer: ModelAnswer) -> CallForms:
+def _forms(answer: ModelAnswer) -> "CallForms":
     return cast("CallForms", dict(answer.call.echo)["forms"])
 
 
@@ -255,3 +263,86 @@ def _usage(answer: ModelAnswer, steps: list[Step]) -> dict[str, int]:
     used = answer.usage(steps)
     prompt, sampled = used.prompt_tokens, used.completion_tokens
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+
+# Calls in other forms than a function tool's
+
+
+class CallForms(NamedTuple):
+    """What a client reads that is not a call of a function tool."""
+
+    functions: bool = False
+    """Whether it sent `functions`: its answer has a `function_call`."""
+    freeform: frozenset[str] = frozenset()
+    """The names of its freeform tools."""
+
+    def message(self, message: Message) -> Message:
+        """A reply with its calls in the client's forms."""
+        calls = message.get("tool_calls")
+        if not calls or self == CallForms():
+            return message
+        if self.functions:
+            rest = {name: value for name, value in message.items() if name != "tool_calls"}
+            return {**rest, "function_call": calls[0]["function"]}
+        return {**message, "tool_calls": [self._call(call) for call in calls]}
+
+    def _call(self, call: dict[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        if function["name"] not in self.freeform:
+            return call
+        return {"id": call["id"], "type": "custom", "custom": _custom(function["name"], freeform_text(function["arguments"]))}
+
+
+class CallChanges:
+    """The calls of one streamed choice as changes of its message."""
+
+    def __init__(self, forms: CallForms) -> None:
+        self._forms = forms
+        self._readers: dict[int, FreeformReader] = {}
+        """By the ordinals of freeform calls."""
+
+    def change(self, delta: CallDelta) -> dict[str, Any]:
+        if self._forms.functions:
+            named = {"name": delta.name} if delta.begins else {}
+            return {"function_call": {**named, "arguments": delta.arguments}}
+        if delta.begins and delta.name in self._forms.freeform:
+            reader = self._readers[delta.ordinal] = FreeformReader()
+            made = {"id": delta.id, "type": "custom", "custom": _custom(delta.name, reader.push(delta.arguments))}
+        elif reader := self._readers.get(delta.ordinal):
+            made = {"custom": {"input": reader.push(delta.arguments)}}
+        else:
+            made = tool_call(delta) if delta.begins else {"function": {"arguments": delta.arguments}}
+        return {"tool_calls": [{"index": delta.ordinal, **made}]}
+
+    def rest(self) -> Iterator[dict[str, Any]]:
+        """Changes with what was held back until the end."""
+        for ordinal, reader in self._readers.items():
+            if text := reader.finish():
+                yield {"tool_calls": [{"index": ordinal, "custom": {"input": text}}]}
+
+
+def _custom(name: str, text: str) -> dict[str, Any]:
+    return {"name": name, "input": text}
+
+
+def call_forms(body: dict[str, Any]) -> CallForms:
+    return CallForms(bool(body.get("functions")), fields.freeform_tools(body.get("tools")))
+
+
+def functions_as_tools(body: dict[str, Any]) -> dict[str, Any]:
+    """The request with `tools` and `tool_choice` for `functions` and `function_call`; of a function one call was made at a time."""
+    functions, choice = body.get("functions"), body.get("function_call")
+    if not functions:
+        return body
+    if body.get("tools"):
+        raise fields.invalid("functions", "and tools exclude each other; leave one out")
+    listed = [fields.as_object(each) or {} for each in fields.as_list(functions) or [None]]
+    for place, function in enumerate(listed):
+        if not isinstance(function.get("name"), str):
+            raise fields.invalid(f"functions[{place}]", "must be a function with a name")
+    named = fields.as_object(choice)
+    if named is not None and named.get("name") not in [function["name"] for function in listed]:
+        raise fields.invalid("function_call", f"must be 'auto', 'none' or one of the functions given, not {fields.preview(choice)}")
+    tools = [{"type": "function", "function": function} for function in listed]
+    wanted = choice if named is None else {"type": "function", "function": named}
+    return {**body, "tools": tools, "tool_choice": wanted, "parallel_tool_calls": False}

@@ -7,7 +7,6 @@ import orjson
 
 from penstock.chat.tokenizer import Tokenizer
 from penstock.errors import RequestError
-from penstock.gateway.call import ConversationHistory, ModelCall
 from penstock.gateway.dialects import fields
 from penstock.gateway.dialects.base import ModelAnswer, UnsentTokens
 from penstock.gateway.dialects.chat import error_body
@@ -21,6 +20,7 @@ from penstock.gateway.dialects.fields import (
     unsupported,
 )
 from penstock.gateway.reply import CallDelta, Delta, sse_data
+from penstock.gateway.request import ConversationHistory, ModelCall
 from penstock.records import Sampling, Step, TokenLogprobs
 
 HONOURED = SAMPLING_FIELDS | frozenset(

@@ -6,12 +6,12 @@ import orjson
 
 from penstock.chat.tokenizer import Tokenizer
 from penstock.errors import RequestError
-from penstock.gateway.call import ConversationHistory, ModelCall
 from penstock.gateway.dialects import fields
 from penstock.gateway.dialects.base import EventWriter, ModelAnswer
 from penstock.gateway.dialects.chat import error_body
 from penstock.gateway.dialects.fields import HARMLESS, SAMPLING_FIELDS, check_harmless, read_sampling, refuse_unsupported
 from penstock.gateway.reply import sse_data
+from penstock.gateway.request import ConversationHistory, ModelCall
 from penstock.records import Sampling
 
 HONOURED = SAMPLING_FIELDS | frozenset({"model", "request_id", "token_ids", "sampling_params", "max_tokens"})

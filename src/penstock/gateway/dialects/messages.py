@@ -8,15 +8,22 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from penstock.chat.media import decoded_text
 from penstock.chat.parsers.base import Reasoning
 from penstock.chat.templates import Tool, flatten
 from penstock.errors import RequestError
-from penstock.gateway.call import ConversationHistory, ModelCall
 from penstock.gateway.dialects import fields
 from penstock.gateway.dialects.base import DialectTokenizer, ModelAnswer, UnsentTokens
-from penstock.gateway.dialects.content_blocks import DROPPED_BLOCKS, content_parts, tool_of
-from penstock.gateway.dialects.fields import HARMLESS, SAMPLING_FIELDS, check_harmless, read_sampling, refuse_unsupported
+from penstock.gateway.dialects.fields import (
+    HARMLESS,
+    SAMPLING_FIELDS,
+    ContentPart,
+    check_harmless,
+    read_sampling,
+    refuse_unsupported,
+)
 from penstock.gateway.reply import CallDelta, Delta, deltas_of
+from penstock.gateway.request import ConversationHistory, ModelCall
 from penstock.http.asgi import JsonBudget
 from penstock.records import Message, Sampling, Step
 
@@ -409,7 +416,7 @@ def _arguments(given: Any) -> str:
 
 
 def _result(placed: ContentBlock, deferred: Mapping[str, Tool]) -> Message:
-    """Return a tool's result. An error gets the prefix "Error:", unless its text says so near the start."""
+    """Return a tool's result. An error gets the prefix "Error:", unless its text has "error" near the start."""
     block = fields.as_object(placed.value) or {}
     given: Any = [] if block.get("content") is None else block["content"]
     content = given if isinstance(given, str) else _joined(_placed(given, None, f"{placed.name}.content"), deferred, placed.name)
@@ -584,7 +591,7 @@ KEYS, VALUES = ("key", "first key"), ("value", "first value")
 class ToolInputStream:
     """Streams tool arguments so that the output is always the beginning of a JSON object, and at the end a whole one.
 
-    Text that cannot continue the object is held back; `finish` then adds all arguments under `INVALID_JSON`, beside the members
+    Text that cannot continue the object is held back; `finish` then adds all arguments under `INVALID_JSON`, next to the members
     already returned. The parser that feeds it only counts brackets: text between them may be anything, but none follows the last.
     """
 
@@ -684,3 +691,114 @@ def tool_input(arguments: str) -> Any:
     except orjson.JSONDecodeError:
         is_object = False
     return orjson.Fragment(arguments or "{}") if is_object else {INVALID_JSON: arguments}
+
+
+# Content blocks
+
+DROPPED_BLOCKS = frozenset(
+    {"redacted_thinking", "server_tool_use", "web_search_tool_result", "web_fetch_tool_result", "code_execution_tool_result"}
+    | {"bash_code_execution_tool_result", "text_editor_code_execution_tool_result", "advisor_tool_result", "container_upload"}
+    | {"mcp_tool_use", "mcp_tool_result", "mcp_tool_listing", "fallback", "browser_state"}
+)
+"""Blocks of tools that the vendor's servers ran, or that only they can read. The model is not shown them; they are counted."""
+
+
+def content_parts(value: Any, name: str, tools: Mapping[str, Tool]) -> list[ContentPart]:
+    """The parts of a block. `tools` are the definitions that references stand for, by name."""
+    block = fields.as_object(value) or {}
+    match block.get("type"):
+        case "text":
+            return [fields.text_part(fields.string(block.get("text"), f"{name}.text"))]
+        case "image":
+            return [_image(fields.nested(block, "source", f"{name}.source"), f"{name}.source")]
+        case "document":
+            return _document(block, name, tools)
+        case "search_result":
+            head = "\n".join(str(block[key]) for key in ("title", "source") if block.get(key))
+            return [fields.text_part(head), *_listed(block.get("content"), f"{name}.content", tools)]
+        case "compaction":
+            return [fields.text_part(block["content"])] if isinstance(block.get("content"), str) else []
+        case "tool_reference":
+            return [_definition(block.get("tool_name"), tools)]
+        case "tool_search_tool_result":
+            found = fields.nested(block, "content", f"{name}.content").get("tool_references")
+            return [_definition((fields.as_object(each) or {}).get("tool_name"), tools) for each in fields.as_list(found) or ()]
+        case "tool_addition" | "tool_removal" as change:
+            return [_tool_change(change, fields.nested(block, "tool", f"{name}.tool"), f"{name}.tool", tools)]
+        case kind if isinstance(kind, str) and kind in DROPPED_BLOCKS:
+            return []
+        case kind:
+            known = "text, image, document, search_result or tool_reference"
+            raise fields.invalid(name, f"must be a block of type {known} here; {fields.preview(kind)} is not supported")
+
+
+def tool_of(given: dict[str, Any] | None, name: str) -> Tool:
+    """A tool of the caller in the OpenAI form."""
+    schema = fields.as_object((given or {}).get("input_schema"))
+    if given is None or not isinstance(given.get("name"), str) or schema is None:
+        raise fields.invalid(name, "must be a tool with a name and an input_schema")
+    about = given.get("description")
+    described = {"description": about} if isinstance(about, str) else {}
+    return {"type": "function", "function": {"name": given["name"], **described, "parameters": schema}}
+
+
+def _listed(value: Any, name: str, tools: Mapping[str, Tool]) -> list[ContentPart]:
+    if isinstance(value, str):
+        return [fields.text_part(value)]
+    blocks = fields.as_list([] if value is None else value)
+    if blocks is None:
+        raise fields.invalid(name, f"must be a string or a list of content blocks, not {fields.preview(value)}")
+    return [part for place, block in enumerate(blocks) for part in content_parts(block, f"{name}[{place}]", tools)]
+
+
+def _image(source: dict[str, Any], name: str) -> ContentPart:
+    match source.get("type"):
+        case "base64":
+            data, media_type = fields.string(source.get("data"), f"{name}.data"), source.get("media_type")
+            return fields.image_part(f"data:{media_type};base64,{data}", name)
+        case "url":
+            return fields.image_part(source.get("url"), f"{name}.url")
+        case "file":
+            return fields.image_part(f"file:{source.get('file_id')}", name)
+        case kind:
+            raise fields.invalid(name, f"must be of type base64, url or file, not {fields.preview(kind)}")
+
+
+def _document(block: dict[str, Any], name: str, tools: Mapping[str, Tool]) -> list[ContentPart]:
+    source, title = fields.nested(block, "source", f"{name}.source"), block.get("title")
+    head = [fields.text_part(block[key]) for key in ("title", "context") if isinstance(block.get(key), str) and block[key]]
+    named = {"filename": title} if isinstance(title, str) and title else {}
+    match source.get("type"):
+        case "text":
+            return [*head, fields.text_part(fields.string(source.get("data"), f"{name}.source.data"))]
+        case "content":
+            return [*head, *_listed(source.get("content"), f"{name}.source.content", tools)]
+        case "base64":
+            media_type, data = str(source.get("media_type")), fields.string(source.get("data"), f"{name}.source.data")
+            if (text := decoded_text(media_type, data)) is not None:
+                return [*head, fields.text_part(text)]
+            return [{"type": "file", "file": {"file_data": f"data:{media_type};base64,{data}", **named}}]
+        case "url" | "file":
+            return [{"type": "file", "file": {"file_id": source.get("url") or source.get("file_id"), **named}}]
+        case kind:
+            raise fields.invalid(
+                f"{name}.source", f"must be of type text, content, base64, url or file, not {fields.preview(kind)}"
+            )
+
+
+def _definition(tool_name: Any, tools: Mapping[str, Tool]) -> ContentPart:
+    """A reference to a tool as its definition, in the form in which templates show the tools at the prompt's head."""
+    tool = tools.get(tool_name) if isinstance(tool_name, str) else None
+    shown = orjson.dumps(tool).decode() if tool else f"{tool_name} is not among the tools"
+    return fields.text_part(f"<tools>\n{shown}\n</tools>")
+
+
+def _tool_change(change: str, tool: dict[str, Any], name: str, tools: Mapping[str, Tool]) -> ContentPart:
+    tool_name = tool.get("tool_name") or tool.get("name")
+    if change == "tool_removal":
+        return fields.text_part(f"The tool {tool_name} is no longer available.")
+    definition = fields.as_object(tool.get("definition"))
+    if definition is None:
+        return _definition(tool_name, tools)
+    inline = tool_of(definition, f"{name}.definition")
+    return _definition(inline["function"]["name"], {inline["function"]["name"]: inline})

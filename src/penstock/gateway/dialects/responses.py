@@ -11,13 +11,22 @@ import orjson
 from penstock.chat.parsers.base import Reasoning
 from penstock.chat.templates import Tool, flatten
 from penstock.errors import RequestError
-from penstock.gateway.call import ConversationHistory, ModelCall
 from penstock.gateway.dialects import fields
 from penstock.gateway.dialects.base import DialectTokenizer, ModelAnswer, UnsentTokens
 from penstock.gateway.dialects.chat import error_body, logprobs, step_logprobs
-from penstock.gateway.dialects.fields import HARMLESS, SAMPLING_FIELDS, check_harmless, read_sampling, refuse_unsupported
-from penstock.gateway.dialects.freeform import FreeformReader, freeform_arguments, freeform_function, freeform_text
+from penstock.gateway.dialects.fields import (
+    HARMLESS,
+    SAMPLING_FIELDS,
+    FreeformReader,
+    check_harmless,
+    freeform_arguments,
+    freeform_function,
+    freeform_text,
+    read_sampling,
+    refuse_unsupported,
+)
 from penstock.gateway.reply import CallDelta, Delta
+from penstock.gateway.request import ConversationHistory, ModelCall
 from penstock.http.asgi import JsonBudget
 from penstock.records import Finish, Message, Sampling, Step
 
@@ -268,7 +277,7 @@ def _listed(value: Any, name: str) -> list[dict[str, Any]]:
 
 def _address(given: _ToolEntry) -> tuple[str, ClientToolName]:
     if fields.as_object(given.tool.get("function")):
-        raise fields.invalid(given.where, "has its name inside `function`, as chat tools do; here `name` stands beside `type`")
+        raise fields.invalid(given.where, "has its name inside `function`, as chat tools do; here `name` stands next to `type`")
     name = fields.string(given.tool.get("name"), f"{given.where}.name")
     return flat_name(name, given.namespace), ClientToolName(name, given.namespace, given.tool["type"] == "custom")
 

@@ -1,7 +1,7 @@
 """Rollouts as ATIF trajectories (Agent Trajectory Interchange Format, v1.4): one JSON file per transcript. Export only.
 
-An ATIF trajectory is a list of turns, a rollout is a graph: a file holds the path to the transcript's last reply, and says how many
-calls it leaves out. Fields that ATIF has no name for are under `extra.penstock`.
+An ATIF trajectory is a list of turns, a rollout is a graph: a file holds the path to the transcript's last reply, and records how
+many calls it leaves out. Fields that ATIF has no name for are under `extra.penstock`.
 """
 
 import hashlib
@@ -16,8 +16,8 @@ from urllib.parse import quote
 import orjson
 
 from penstock.errors import ConfigError
-from penstock.pool.paging import GroupHistory
-from penstock.records import Attempt, Message, Node, Step, Task
+from penstock.pool.export.histories import GroupHistory
+from penstock.records import Message, Node, Rollout, Step, Task
 from penstock.system.files import creating
 
 SCHEMA = "ATIF-v1.4"
@@ -29,10 +29,10 @@ class AtifSink:
     folder: Path
 
     def write(self, history: GroupHistory) -> None:
-        for attempt in history.attempts:
-            by_transcript = trajectories(history.group.task, attempt)
+        for rollout in history.rollouts:
+            by_transcript = trajectories(history.group.task, rollout)
             for transcript, trajectory in by_transcript.items():
-                name = attempt.rollout.id if len(by_transcript) == 1 else f"{attempt.rollout.id}-{transcript}"
+                name = rollout.ref.id if len(by_transcript) == 1 else f"{rollout.ref.id}-{transcript}"
                 (self.folder / file_name(name)).write_bytes(orjson.dumps(trajectory, option=orjson.OPT_INDENT_2))
 
 
@@ -53,15 +53,15 @@ def file_name(name: str) -> str:
     return f"{plain}.json" if not plain.startswith(".") else f"_{plain}.json"
 
 
-def trajectories(task: Task, attempt: Attempt) -> dict[str, dict[str, Any]]:
+def trajectories(task: Task, rollout: Rollout) -> dict[str, dict[str, Any]]:
     """Return a trajectory per transcript, by name; one without turns if the rollout made no call."""
     last: dict[str, Step] = {}
-    for step in attempt.steps:
+    for step in rollout.steps:
         if step.finish in ("stop", "length") or step.transcript not in last:
             last[step.transcript] = step
     if not last:
-        return {"main": _trajectory(task, attempt, "main", [])}
-    return {name: _trajectory(task, attempt, name, _path(attempt, step)) for name, step in last.items()}
+        return {"main": _trajectory(task, rollout, "main", [])}
+    return {name: _trajectory(task, rollout, name, _path(rollout, step)) for name, step in last.items()}
 
 
 class _Turn(NamedTuple):
@@ -71,23 +71,23 @@ class _Turn(NamedTuple):
     step: Step
 
 
-def _path(attempt: Attempt, step: Step) -> list[_Turn]:
-    nodes, steps = {node.id: node for node in attempt.nodes}, {step.index: step for step in attempt.steps}
+def _path(rollout: Rollout, step: Step) -> list[_Turn]:
+    nodes, steps = {node.id: node for node in rollout.nodes}, {step.index: step for step in rollout.steps}
     path = [_Turn(nodes[step.node], step)]
     while (parent := path[-1].node.parent) is not None:
         path.append(_Turn(nodes[steps[parent].node], steps[parent]))
     return path[::-1]
 
 
-def _trajectory(task: Task, attempt: Attempt, transcript: str, path: list[_Turn]) -> dict[str, Any]:
-    calls = sum(step.transcript == transcript for step in attempt.steps)
+def _trajectory(task: Task, rollout: Rollout, transcript: str, path: list[_Turn]) -> dict[str, Any]:
+    calls = sum(step.transcript == transcript for step in rollout.steps)
     left_out = calls - sum(turn.step.transcript == transcript for turn in path)
     tools = [dict(tool) for tool in path[0].node.tools] if path else []
     steps = _steps(path)
     metrics = [step["metrics"] for step in steps if "metrics" in step]
     return {
         "schema_version": SCHEMA,
-        "session_id": attempt.rollout.id,
+        "session_id": rollout.ref.id,
         "agent": {"name": transcript, "version": "unknown", **({"extra": {"tools": tools}} if tools else {})},
         "steps": steps,
         **({"notes": f"{left_out} calls on other branches of this transcript are left out"} if left_out else {}),
@@ -96,20 +96,20 @@ def _trajectory(task: Task, attempt: Attempt, transcript: str, path: list[_Turn]
             "total_completion_tokens": sum(entry["completion_tokens"] for entry in metrics),
             "total_steps": len(steps),
         },
-        "extra": {"penstock": _extra(task, attempt, transcript, left_out)},
+        "extra": {"penstock": _extra(task, rollout, transcript, left_out)},
     }
 
 
-def _extra(task: Task, attempt: Attempt, transcript: str, left_out: int) -> dict[str, Any]:
+def _extra(task: Task, rollout: Rollout, transcript: str, left_out: int) -> dict[str, Any]:
     return {
-        **asdict(attempt.rollout),
+        **asdict(rollout.ref),
         "transcript": transcript,
         "label": task.label,
         "metadata": task.metadata,
-        "end": attempt.end,
-        "message": attempt.message.encode("utf-8", "replace").decode(),
-        "reward": attempt.reward,
-        "grades": [asdict(grade) for grade in attempt.grades],
+        "end": rollout.end,
+        "message": rollout.message.encode("utf-8", "replace").decode(),
+        "reward": rollout.reward,
+        "grades": [asdict(grade) for grade in rollout.grades],
         "calls_left_out": left_out,
     }
 
@@ -162,7 +162,7 @@ def _part(part: Any) -> str:
 
 
 def _call(call: dict[str, Any]) -> dict[str, Any]:
-    """Convert a tool call; arguments that are not a JSON object are kept under a name of their own."""
+    """Convert a tool call; arguments that are not a JSON object are kept under another name."""
     function: dict[str, Any] = call.get("function") or {}
     arguments: Any = function.get("arguments")
     if isinstance(arguments, str):

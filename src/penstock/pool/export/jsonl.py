@@ -10,9 +10,8 @@ import orjson
 
 from penstock.codec import from_json, to_json
 from penstock.errors import ConfigError
-from penstock.pool.export.transfer import escape, unescape
-from penstock.pool.paging import GroupHistory
-from penstock.records import Attempt, Group
+from penstock.pool.export.histories import GroupHistory, escape, unescape
+from penstock.records import Group, Rollout
 from penstock.system.files import creating
 
 FORMAT = 1
@@ -25,11 +24,11 @@ class JsonlSink:
     rollouts: int = 0
 
     def write(self, history: GroupHistory) -> None:
-        _write(self.out, {"group": _fragment(replace(history.group, attempts=())), "trained": history.trained})
-        for attempt in history.attempts:
-            _write(self.out, {"rollout": _fragment(replace(attempt, message=escape(attempt.message)))})
+        _write(self.out, {"group": _fragment(replace(history.group, rollouts=())), "trained": history.trained})
+        for rollout in history.rollouts:
+            _write(self.out, {"rollout": _fragment(replace(rollout, message=escape(rollout.message)))})
         self.groups += 1
-        self.rollouts += len(history.attempts)
+        self.rollouts += len(history.rollouts)
 
 
 @contextmanager
@@ -64,7 +63,7 @@ def _read(path: Path) -> Iterator[GroupHistory]:
 class _JsonlReader:
     path: Path
     group: "_GroupLine | None" = None
-    attempts: list[Attempt] = field(default_factory=list[Attempt])
+    rollouts: list[Rollout] = field(default_factory=list[Rollout])
     groups: int = 0
     complete: bool = False
 
@@ -73,16 +72,16 @@ class _JsonlReader:
         try:
             fields: dict[str, Any] = orjson.loads(line)
             if "rollout" in fields and self.group is not None:
-                attempt = from_json(Attempt, orjson.dumps(fields["rollout"]))
-                self.attempts.append(replace(attempt, message=unescape(attempt.message)))
+                rollout = from_json(Rollout, orjson.dumps(fields["rollout"]))
+                self.rollouts.append(replace(rollout, message=unescape(rollout.message)))
                 return
             head = None if "whole" in fields else _GroupLine(from_json(Group, orjson.dumps(fields["group"])), fields["trained"])
         except (ValueError, LookupError, TypeError, AttributeError) as cause:
             raise ConfigError(f"{self.path}: line {number} cannot be read ({cause}); export again") from cause
         if self.group is not None:
             self.groups += 1
-            yield GroupHistory(group=self.group.group, attempts=tuple(self.attempts), trained=self.group.trained)
-        self.group, self.attempts, self.complete = head, [], head is None
+            yield GroupHistory(group=self.group.group, rollouts=tuple(self.rollouts), trained=self.group.trained)
+        self.group, self.rollouts, self.complete = head, [], head is None
 
 
 class _GroupLine(NamedTuple):

@@ -13,11 +13,10 @@ import orjson
 import pyarrow
 import pyarrow.parquet as arrow_parquet
 
-from penstock.codec import from_json, to_json
+from penstock.codec import current_names, from_json, to_json
 from penstock.errors import ConfigError
-from penstock.pool.export.transfer import escape, unescape
-from penstock.pool.paging import GroupHistory
-from penstock.records import Attempt, Grade, Group, Mark, Node, Rollout, Step
+from penstock.pool.export.histories import GroupHistory, escape, unescape
+from penstock.records import Grade, Group, Mark, Node, Rollout, RolloutRef, Step
 from penstock.system.files import creating
 
 T = TypeVar("T")
@@ -54,6 +53,7 @@ def to_row(record: Any, chosen: Sequence[ParquetColumn]) -> dict[str, Any]:
 
 def from_row(record: type[T], row: dict[str, Any], chosen: Sequence[ParquetColumn], **fields: Any) -> T:
     """Build the record that `to_row` wrote; `fields` are those without a column. ValueError if the row does not fit."""
+    row = current_names(record, row)
     chosen = [column for column in chosen if column.name in row or column.name not in LATER]
     lists = {column.name for column in chosen if column.kind in ("ints", "floats") and row[column.name] is not None}
     plain: dict[str, Any] = {name: [] for name in lists}
@@ -110,12 +110,12 @@ class ParquetTable(NamedTuple):
 
 
 PARTS: dict[str, type[Any]] = {"nodes": Node, "steps": Step, "grades": Grade, "marks": Mark}
-"""Record types of an attempt, by field name."""
-_HEAD = columns(Group, ("attempts", "branches"))
-_ENDING = columns(Attempt, ("rollout", *PARTS))
+"""Record types of a rollout, by field name."""
+_HEAD = columns(Group, ("rollouts", "branches"))
+_ENDING = columns(Rollout, ("rollout", *PARTS))
 TABLES = [
     ParquetTable("groups", "id", [*_HEAD, ParquetColumn("trained", "int")]),
-    ParquetTable("rollouts", "group_id", [*columns(Rollout), *_ENDING]),
+    ParquetTable("rollouts", "group_id", [*columns(RolloutRef), *_ENDING]),
     *(ParquetTable(name, "rollout_id", columns(kind)) for name, kind in PARTS.items()),
 ]
 
@@ -128,12 +128,12 @@ class ParquetSink:
 
     def write(self, history: GroupHistory) -> None:
         self._rows["groups"].append({**to_row(history.group, _HEAD), "trained": history.trained})
-        for attempt in history.attempts:
-            ending = to_row(replace(attempt, message=escape(attempt.message)), _ENDING)
-            self._rows["rollouts"].append({**to_row(attempt.rollout, columns(Rollout)), **ending})
+        for rollout in history.rollouts:
+            ending = to_row(replace(rollout, message=escape(rollout.message)), _ENDING)
+            self._rows["rollouts"].append({**to_row(rollout.ref, columns(RolloutRef)), **ending})
             for name, kind in PARTS.items():
-                self._rows[name] += [to_row(record, columns(kind)) for record in getattr(attempt, name)]
-            self._tokens += sum(len(n.token_ids) for n in attempt.nodes) + sum(len(s.completion_ids) for s in attempt.steps)
+                self._rows[name] += [to_row(record, columns(kind)) for record in getattr(rollout, name)]
+            self._tokens += sum(len(n.token_ids) for n in rollout.nodes) + sum(len(s.completion_ids) for s in rollout.steps)
         if self._tokens >= FLUSH_TOKENS or sum(map(len, self._rows.values())) >= FLUSH_ROWS:
             self.flush()
 
@@ -163,22 +163,22 @@ def read_export(path: Path) -> Iterator[GroupHistory]:
 def _merge(path: Path, rows: dict[str, "_ParquetRows"]) -> Iterator[GroupHistory]:
     """Read the files side by side: each has its rows in the order of the groups."""
     while (head := rows["groups"].next()) is not None:
-        attempts = [_read_attempt(path, row, rows) for row in rows["rollouts"].of(head["id"])]
-        group = _record(path, "groups", Group, head, _HEAD, attempts=())
-        yield GroupHistory(group=group, attempts=tuple(attempts), trained=head["trained"])
+        rollouts = [_read_rollout(path, row, rows) for row in rows["rollouts"].of(head["id"])]
+        group = _record(path, "groups", Group, head, _HEAD, rollouts=())
+        yield GroupHistory(group=group, rollouts=tuple(rollouts), trained=head["trained"])
     for name, left in rows.items():
         if left.next() is not None:
             raise ConfigError(f"{path / name}.parquet has rows that belong to nothing in the other files; export again")
 
 
-def _read_attempt(path: Path, row: dict[str, Any], rows: dict[str, "_ParquetRows"]) -> Attempt:
+def _read_rollout(path: Path, row: dict[str, Any], rows: dict[str, "_ParquetRows"]) -> Rollout:
     row = {**row, "message": unescape(row["message"])}
-    rollout = _record(path, "rollouts", Rollout, row, columns(Rollout))
+    rollout = _record(path, "rollouts", RolloutRef, row, columns(RolloutRef))
     parts = {
         name: tuple(_record(path, name, kind, found, columns(kind)) for found in rows[name].of(rollout.id))
         for name, kind in PARTS.items()
     }
-    ending = _record(path, "rollouts", Attempt, {**row, "message": ""}, _ENDING, rollout=rollout)
+    ending = _record(path, "rollouts", Rollout, {**row, "message": ""}, _ENDING, rollout=rollout)
     return replace(ending, message=row["message"], **parts)
 
 

@@ -8,6 +8,6 @@ EXECUTORS = Registry(
         "inline": "penstock.rollout.executors.inline:InlineExecutor",
         "process": "penstock.rollout.executors.process:ProcessExecutor",
         "ray": "penstock.scale.executor:RayExecutor",
-        "server": "penstock.rollout.executors.server:ServerExecutor",
     },
+    wheels={"server": "penstock-compat"},
 )

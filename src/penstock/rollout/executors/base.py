@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from penstock.config import Section, validate
 from penstock.events import Events
-from penstock.records import Rollout, Sampling, Task
+from penstock.records import RolloutRef, Sampling, Task
 from penstock.rollout.author_tasks import AuthorTasks
 from penstock.rollout.executors import EXECUTORS
 from penstock.rollout.in_process import Reward, WorkflowResult
@@ -44,7 +44,7 @@ class GatewaySession(Protocol):
         ...
 
     @property
-    def rollout(self) -> Rollout: ...
+    def rollout(self) -> RolloutRef: ...
 
     @property
     def sampling(self) -> Sampling:
@@ -60,7 +60,7 @@ class GatewaySession(Protocol):
 class SessionSpec:
     """A gateway session as plain values, to be sent to the process that runs the author's code."""
 
-    rollout: Rollout
+    rollout: RolloutRef
     base_url: str
     token: str = field(repr=False)
     flow_token: str = field(default="", repr=False)

@@ -1,4 +1,4 @@
-"""Runs workflows in our own event loop: the least overhead, for agents that never block it and are trusted like the run itself."""
+"""Runs workflows in a thread of our process: the least overhead, for agents that are trusted like the run itself."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import Self
 
 from penstock.config import Section
 from penstock.records import Task
+from penstock.rollout.author_tasks import AuthorTasks
 from penstock.rollout.executors.base import Executor, ExecutorContext, GatewaySession, SessionSpec
 from penstock.rollout.executors.trust import announce_trusted, confine_programs, starts_programs
 from penstock.rollout.in_process import InProcessAgent, Reward, WorkflowResult
@@ -30,7 +31,9 @@ class InlineExecutor(Executor):
     def __init__(self, context: ExecutorContext) -> None:
         self._context = context
         self._settings: InlineSection = context.section or InlineSection()
-        self._agent = InProcessAgent(context.agent, context.author_tasks)
+        home = context.agent.entry.parent
+        own = AuthorTasks(home, context.events, in_thread=False) if starts_programs(context) else None
+        self._agent = InProcessAgent(context.agent, context.author_tasks, workflow_tasks=own)
         self._clients = Clients(context.app)
         self._confinement: Confinement | None = None
 
@@ -43,6 +46,7 @@ class InlineExecutor(Executor):
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await self._clients.close()
+        self._context.author_tasks.close()
 
     async def run(self, task: Task, session: GatewaySession, *, rollout_id: str, timeout_s: float) -> WorkflowResult:
         context = SessionSpec.of(session, self._context.agent).context(self._clients, self._confinement)

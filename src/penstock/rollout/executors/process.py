@@ -14,7 +14,7 @@ from pydantic import Field
 
 from penstock.codec import to_json
 from penstock.config import Section
-from penstock.errors import ConfigError, GraderError, WorkflowError
+from penstock.errors import ConfigError, GraderError, WorkerLost, WorkflowError
 from penstock.records import Task
 from penstock.rollout.author_tasks import make_slots
 from penstock.rollout.executors.base import Executor, ExecutorContext, GatewaySession, SessionSpec
@@ -36,13 +36,13 @@ class ProcessSection(Section):
     """How long a late or cancelled agent may clean up before it is killed."""
     fresh: bool = False
     """Start a new interpreter for each process and import the agent there. The default is to fork one that has imported it: much
-    faster, but only safe if the import leaves nothing running in the background; where it leaves threads, this is set by itself.
+    faster, but only safe if the import leaves nothing running in the background; set automatically where it leaves threads.
     With it, clients that are made on import find the rollout by the environment too."""
     start_s: float = Field(default=60.0, gt=0)
     """Longest time in which the agent must have been imported."""
     sandbox: SandboxWish = "auto"
     """What keeps the run's files and other processes from a workflow: `bubblewrap`, here the same namespaces without that program;
-    `user`, a user id of its own, which needs root; `off`; or `auto`, the first that the machine allows."""
+    `user`, a separate user id, which needs root; `off`; or `auto`, the first that the machine allows."""
 
 
 class ProcessExecutor(Executor):
@@ -140,7 +140,9 @@ class ProcessExecutor(Executor):
                 raise self._error(kind, f"its process {died}{_output_hint(log, kept)}") from died
             finally:
                 _remove_if_empty(log)
-        if error := result.error():
+        if isinstance(error := result.error(), WorkerLost):  # only we can lose a process; its agent would be sampled again
+            error = WorkflowError(str(error))
+        if error:
             raise self._with_memory_hint(error)
         return result
 

@@ -98,7 +98,7 @@ class ForkClient:
     async def job(self, grace_s: float) -> AsyncGenerator[JobProcess, None]:
         """Yields a new process, which is dead on exit.
 
-        After a cancellation it gets SIGTERM and `grace_s` to clean up; without an error it has `grace_s` to end by itself.
+        After a cancellation it gets SIGTERM and `grace_s` to clean up; without an error it has `grace_s` to end.
         """
         process = await self._begin()
         try:

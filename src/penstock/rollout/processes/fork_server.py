@@ -25,8 +25,8 @@ from typing import NoReturn
 from penstock.errors import ConfigError
 from penstock.rollout.processes.job_process import SOCKET_FD, exit_process, ignore_hangup, kill_on_hangup, run_job
 from penstock.rollout.processes.job_protocol import receive, send
-from penstock.rollout.processes.preload import preload_clients
 from penstock.sdk.agent_spec import AgentSpec
+from penstock.sdk.clients import preload_clients
 from penstock.sdk.discovery import Agent
 from penstock.system.namespaces import confine_process
 from penstock.system.processes import adopt_orphans, child_pids, kill_orphans, module_command, protect_memory, signal_group
@@ -134,7 +134,7 @@ def _ignore(number: int, frame: FrameType | None) -> None:
 
 
 def _kill(pid: int) -> None:
-    """Kills a job with all that it started. One that has no process group of its own yet has started nothing."""
+    """Kills a job with all that it started. One without its own process group has started nothing."""
     if not signal_group(pid, signal.SIGKILL):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

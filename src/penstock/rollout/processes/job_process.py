@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from penstock.codec import from_json
+from penstock.errors import one_line
 from penstock.events import Events
-from penstock.rollout.author_tasks import AuthorTasks, one_line
+from penstock.rollout.author_tasks import AuthorTasks
 from penstock.rollout.in_process import InProcessAgent
 from penstock.rollout.processes.job_protocol import STARTED, AgentJob, JobSandbox, failure_result, read_samples, receive, send
 from penstock.sdk.agent_spec import AgentSpec
@@ -36,7 +37,7 @@ SOCKET_FD = 3
 
 
 def run_job(sock: socket.socket, agent: Agent | None, output: int) -> None:
-    """Reads a job from `sock`, runs it in a session of its own and sends the result. Without a log, it prints to `output`."""
+    """Reads a job from `sock`, runs it in its own session and sends the result. Without a log, it prints to `output`."""
     os.setsid()
     adopt_orphans()
     protect_memory()
@@ -139,7 +140,7 @@ async def _run_and_send(sock: socket.socket, job: AgentJob, agent: Agent, sample
 
 async def _run_agent(job: AgentJob, agent: Agent, samples: dict[str, RolloutSample]) -> dict[str, Any]:
     folder = Path(job.artifacts_dir) if job.artifacts_dir else None
-    runner = InProcessAgent(agent, AuthorTasks(agent.entry.parent, Events(), grace_s=job.grace_s))
+    runner = InProcessAgent(agent, AuthorTasks(agent.entry.parent, Events(), grace_s=job.grace_s, in_thread=False))
     if job.session is None:
         return {"rewards": await runner.grade(job.task, samples, timeout_s=job.timeout_s, artifacts_dir=folder)}
     clients = Clients()

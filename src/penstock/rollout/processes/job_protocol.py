@@ -14,9 +14,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from penstock.errors import EngineError, GraderError, WorkflowError
+from penstock.errors import EngineError, GraderError, WorkerLost, WorkflowError, one_line
 from penstock.records import Message, Task
-from penstock.rollout.author_tasks import one_line
 from penstock.rollout.executors.base import SessionSpec
 from penstock.rollout.in_process import Reward
 from penstock.sdk.samples import RolloutSample
@@ -34,6 +33,7 @@ ERRORS: dict[str, type[Exception]] = {
     "engine": EngineError,
     "workflow": WorkflowError,
     "grader": GraderError,
+    "lost": WorkerLost,
 }
 
 
@@ -73,7 +73,7 @@ class JobResult(BaseModel):
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
-    error_kind: Literal["", "timeout", "engine", "workflow", "grader"] = ""
+    error_kind: Literal["", "timeout", "engine", "workflow", "grader", "lost"] = ""
     message: str = ""
     samples: dict[str, list[Message]] = {}
     direct_calls: tuple[str, ...] = ()

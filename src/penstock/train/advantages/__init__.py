@@ -14,7 +14,7 @@ ADVANTAGES = Registry(
         "pass_at_k": "penstock.train.advantages.pass_at_k:pass_at_k",
         "rewards_to_go": "penstock.train.advantages.rewards_to_go:rewards_to_go",
         "turn_grpo": "penstock.train.advantages.turn_grpo:turn_grpo",
-        "transcript_grpo": "penstock.train.advantages.transcript_grpo:transcript_grpo",
+        "transcript_grpo": "penstock.train.advantages.turn_grpo:transcript_grpo",
         "vine": "penstock.train.advantages.vine:vine",
         "gae": "penstock.train.advantages.gae:gae",
         "distill": "penstock.train.advantages.distill:distill",

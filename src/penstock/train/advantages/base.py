@@ -7,57 +7,69 @@ parameter that is annotated with a `Section` is given the settings of `[train.ad
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, cast
+
+from pydantic import BaseModel
 
 from penstock.errors import TrainError
-from penstock.records import Attempt, Group
+from penstock.records import Group, Rollout
 
 Credit = float | Mapping[int, float] | Mapping[str, float]
 """Of one rollout: one number for all of it, a number by step, or a number by transcript. What is not named gets 0."""
 Level = Literal["group", "batch", "token"]
 Need = Literal["values", "teacher", "branches"]
 
-F = TypeVar("F", bound=Callable[..., Any])
+Mean = Literal["rollout", "token", "constant"]
 
 EPSILON = 1e-6
 
 
-def over_batch(function: F) -> F:
+@dataclass(frozen=True, slots=True)
+class AlgorithmFunction:
+    """An advantage or a loss, with what the trainer must know about it. Plain functions have all defaults."""
+
+    function: Callable[..., Any]
+    level: Level = "group"
+    """What an advantage takes: a group, all groups of a step, or the tokens of all sequences."""
+    needs: frozenset[Need] = frozenset()
+    mean: Mean | None = None
+    """What the loss is a mean over in its paper; None for the mean over each rollout's tokens. That of the loss counts first."""
+    whole_sequences: bool = False
+    """Whether a loss takes all tokens of a batch at once."""
+    settings: BaseModel | None = None
+    """The last argument of every call; None passes none."""
+
+    def __call__(self, *given: Any) -> Any:
+        return self.function(*given) if self.settings is None else self.function(*given, self.settings)
+
+
+def described(function: Callable[..., Any]) -> AlgorithmFunction:
+    return function if isinstance(function, AlgorithmFunction) else AlgorithmFunction(function)
+
+
+def over_batch(function: Callable[..., Any]) -> AlgorithmFunction:
     """Marks an advantage that takes all groups of a step, and returns a list of credit for each."""
-    function.level = "batch"  # pyright: ignore[reportFunctionMemberAccess]
-    return function
+    return replace(described(function), level="batch")
 
 
-def per_token(*needs: Need) -> Callable[[F], F]:
+def per_token(*needs: Need) -> Callable[[Callable[..., Any]], AlgorithmFunction]:
     """Marks an advantage that takes the `SequenceTokens` of all sequences, and returns a list of numbers for each.
 
-    It needs `values`, of a value head that is trained beside the policy, or the log-probabilities of a `teacher`.
+    It needs `values`, of a value head that is trained along with the policy, or the log-probabilities of a `teacher`.
     """
-
-    def mark(function: F) -> F:
-        function.level, function.needs = "token", frozenset(needs)  # pyright: ignore[reportFunctionMemberAccess]
-        return function
-
-    return mark
+    return lambda function: replace(described(function), level="token", needs=frozenset(needs))
 
 
-def needing(*needs: Need) -> Callable[[F], F]:
-    """Marks an advantage of groups that needs more than their attempts: `branches`, of the settings in `[rollout]`."""
-
-    def mark(function: F) -> F:
-        function.needs = frozenset(needs)  # pyright: ignore[reportFunctionMemberAccess]
-        return function
-
-    return mark
+def needing(*needs: Need) -> Callable[[Callable[..., Any]], AlgorithmFunction]:
+    """Marks an advantage of groups that needs more than their rollouts: `branches`, of the settings in `[rollout]`."""
+    return lambda function: replace(described(function), needs=frozenset(needs))
 
 
-def level_of(function: Callable[..., Any]) -> Level:
-    return getattr(function, "level", "group")
-
-
-def needs_of(function: Callable[..., Any]) -> frozenset[Need]:
-    return getattr(function, "needs", frozenset())
+def mean_over(mean: Mean) -> Callable[[Callable[..., Any]], AlgorithmFunction]:
+    """Marks an advantage or a loss whose paper takes another mean than that over each rollout's tokens."""
+    return lambda function: replace(described(function), mean=mean)
 
 
 class SequenceTokens(NamedTuple):
@@ -73,20 +85,22 @@ class SequenceTokens(NamedTuple):
     """What the value head expects of the rest of the rollout before the token; empty unless needed."""
     teacher: list[float]
     """The teacher's log-probabilities; empty unless needed."""
+    recomputed: Sequence[bool] = ()
+    """Whether `logprobs` is unknown, and 0; empty if all are known."""
 
 
-def credit_by_step(attempt: Attempt, credit: Credit) -> dict[int, float]:
+def credit_by_step(attempt: Rollout, credit: Credit) -> dict[int, float]:
     """Returns the credit of every step. TrainError if it names a step or transcript that the rollout has not."""
     if not isinstance(credit, Mapping):
         return {step.index: credit for step in attempt.steps}
     known = {step.index for step in attempt.steps} | {step.transcript for step in attempt.steps}
     if unknown := [key for key in credit if key not in known]:
-        raise TrainError(f"rollout {attempt.rollout.id} was given credit for {unknown[0]!r}, which is no step or transcript of it")
+        raise TrainError(f"rollout {attempt.ref.id} was given credit for {unknown[0]!r}, which is no step or transcript of it")
     named = cast(Mapping[int | str, float], credit)
     return {step.index: named.get(step.index, named.get(step.transcript, 0.0)) for step in attempt.steps}
 
 
-def step_rewards(attempt: Attempt) -> dict[int, float]:
+def step_rewards(attempt: Rollout) -> dict[int, float]:
     """Returns the grades of single steps, summed by step; without those of steps that were not recorded."""
     known = {step.index for step in attempt.steps}
     found = defaultdict[int, float](float)
@@ -96,14 +110,14 @@ def step_rewards(attempt: Attempt) -> dict[int, float]:
     return dict(found)
 
 
-def outcome(attempt: Attempt, transcript: str) -> float | None:
+def outcome(attempt: Rollout, transcript: str) -> float | None:
     """Returns the reward for how a transcript ended: its own grade, else the rollout's; None if only steps are graded."""
     own = [grade.reward for grade in attempt.grades if grade.step is None and grade.transcript == transcript]
     whole = [grade.reward for grade in attempt.grades if grade.step is None and grade.transcript is None]
     return (own or whole or [None])[-1]
 
 
-def turns(attempt: Attempt) -> dict[int, tuple[str, int]]:
+def turns(attempt: Rollout) -> dict[int, tuple[str, int]]:
     """Returns the transcript of each step, and its place among the steps of that transcript, from 0 on."""
     counts, found = defaultdict[str, int](int), dict[int, tuple[str, int]]()
     for step in sorted(attempt.steps, key=lambda step: step.index):

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Literal
 
 from pydantic import Field
@@ -24,12 +25,16 @@ class DistillSettings(Section):
 @per_token("teacher")
 def distill(sequences: Sequence[SequenceTokens], settings: DistillSettings) -> list[list[float]]:
     """How much likelier a token is for the teacher: its logarithm (reverse divergence), or the ratio less 1 (forward)."""
-    return [[_credit(*pair, settings) for pair in zip(each.teacher, each.logprobs, strict=True)] for each in sequences]
+    return [
+        [
+            0.0 if unknown else _credit(teacher, own, settings)
+            for teacher, own, unknown in zip(each.teacher, each.logprobs, each.recomputed or repeat(False), strict=False)
+        ]
+        for each in sequences
+    ]
 
 
 def _credit(teacher: float, own: float, settings: DistillSettings) -> float:
-    if not math.isfinite(own):  # the engine did not tell it; see `train.unknown_logprobs`
-        return 0.0
     gap = teacher - own
     value = gap if settings.kl == "reverse" else math.exp(min(gap, 50.0)) - 1.0
     return max(-settings.cap, min(settings.cap, value))

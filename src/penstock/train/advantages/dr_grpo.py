@@ -1,8 +1,7 @@
 """Dr. GRPO: rewards less the group's mean, without the division that favours groups of little spread. arXiv 2503.20783."""
 
 from penstock.records import Group
-from penstock.train.advantages.base import centred
-from penstock.train.means import mean_over
+from penstock.train.advantages.base import centred, mean_over
 
 
 @mean_over("constant")

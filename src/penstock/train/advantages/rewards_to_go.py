@@ -6,7 +6,7 @@ from typing import Literal
 from pydantic import Field
 
 from penstock.config import Section
-from penstock.records import Attempt, Group
+from penstock.records import Group, Rollout
 from penstock.train.advantages.base import centred, outcome, step_rewards, turns
 
 
@@ -33,7 +33,7 @@ def rewards_to_go(group: Group, settings: RewardsToGoSettings) -> list[dict[int,
     return credit
 
 
-def _returns(attempt: Attempt, discount: float) -> dict[int, float]:
+def _returns(attempt: Rollout, discount: float) -> dict[int, float]:
     own, found, later = step_rewards(attempt), dict[int, float](), dict[str, float]()
     for step in sorted(attempt.steps, key=lambda step: -step.index):
         ended = outcome(attempt, step.transcript) or 0.0

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pydantic import Field
 
 from penstock.config import Section
-from penstock.records import Attempt, Group
+from penstock.records import Group, Rollout
 from penstock.train.advantages.base import EPSILON, needing
 
 
@@ -28,21 +28,21 @@ def vine(group: Group, settings: VineSettings) -> list[dict[int, float]]:
         return []
     values, mean = step_values(group, settings.least), _mean(group.rewards)
     spread = statistics.pstdev(group.rewards) + EPSILON if settings.scaled else 1.0
-    return [_gains(attempt, {0: mean, **values[attempt.rollout.id]}, spread) for attempt in group.graded]
+    return [_gains(attempt, {0: mean, **values[attempt.ref.id]}, spread) for attempt in group.graded]
 
 
 def step_values(group: Group, least: int = 1) -> Mapping[str, dict[int, float]]:
     """Returns the mean reward of the continuations from each step that has them, by rollout."""
     rewards = defaultdict[str, defaultdict[int, list[float]]](lambda: defaultdict(list))
     for attempt in group.branches:
-        point = attempt.rollout.branch
+        point = attempt.ref.branch
         if point is not None and attempt.reward is not None:
             rewards[point.rollout_id][point.step].append(attempt.reward)
     found = {name: {step: _mean(each) for step, each in by_step.items() if len(each) >= least} for name, by_step in rewards.items()}
     return defaultdict(dict, found)
 
 
-def _gains(attempt: Attempt, values: Mapping[int, float], spread: float) -> dict[int, float]:
+def _gains(attempt: Rollout, values: Mapping[int, float], spread: float) -> dict[int, float]:
     """Returns the credit of each step; steps between two with a value share what was gained between them."""
     known, end = sorted(values), attempt.reward or 0.0
     gains = dict[int, float]()

@@ -6,12 +6,12 @@ LOSSES = Registry(
     "loss",
     {
         "clip": "penstock.train.losses.clip:clip",
-        "dapo": "penstock.train.losses.dapo:dapo",
+        "dapo": "penstock.train.losses.clip:dapo",
         "gspo": "penstock.train.losses.gspo:gspo",
         "cispo": "penstock.train.losses.cispo:cispo",
         "sapo": "penstock.train.losses.sapo:sapo",
         "icepop": "penstock.train.losses.icepop:icepop",
         "reinforce": "penstock.train.losses.reinforce:reinforce",
-        "likelihood": "penstock.train.losses.likelihood:likelihood",
+        "likelihood": "penstock.train.losses.reinforce:likelihood",
     },
 )

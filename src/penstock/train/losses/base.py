@@ -6,17 +6,17 @@ sequence and turn each belongs to. A second parameter that is annotated with a `
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from penstock.config import Section
+from penstock.train.advantages.base import AlgorithmFunction, described
 
 NO_IDS = torch.zeros(0, dtype=torch.long)
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 class LossTokens(NamedTuple):
@@ -52,14 +52,9 @@ class LossSettings(Section):
     """Ceiling of the importance weight that corrects for stale or tempered behaviour."""
 
 
-def whole_sequences(function: F) -> F:
+def whole_sequences(function: Callable[..., Any]) -> AlgorithmFunction:
     """Marks a loss that needs all tokens of a sequence at once. Their log-probabilities take one more forward pass."""
-    function.whole = True  # pyright: ignore[reportFunctionMemberAccess]
-    return function
-
-
-def takes_whole_sequences(function: Callable[..., Any]) -> bool:
-    return getattr(function, "whole", False)
+    return replace(described(function), whole_sequences=True)
 
 
 def importance_weights(tokens: LossTokens, cap: float) -> Tensor:

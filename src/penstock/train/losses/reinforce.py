@@ -1,4 +1,4 @@
-"""REINFORCE: the log-probability times the advantage, corrected for where it was sampled. Williams 1992."""
+"""REINFORCE: the log-probability times the advantage. Williams 1992."""
 
 import torch
 
@@ -11,3 +11,9 @@ def reinforce(tokens: LossTokens, settings: LossSettings) -> Loss:
     weight = torch.exp(tokens.new - tokens.behaviour).detach()
     importance = weight.clamp(max=settings.importance_cap)
     return Loss(-importance * tokens.advantages * tokens.new, ratio, importance, (importance < weight).float())
+
+
+def likelihood(tokens: LossTokens) -> Loss:
+    """For supervised training, without corrections: no ratio, no importance weight, nothing is clipped."""
+    ratio = torch.exp(tokens.new - tokens.proximal).detach()  # [tokens]
+    return Loss(-tokens.advantages * tokens.new, ratio, torch.ones_like(ratio), torch.zeros_like(ratio))

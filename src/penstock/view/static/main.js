@@ -131,10 +131,8 @@ document.addEventListener("keydown", (event) => {
   if (keys[event.key]) { event.preventDefault(); keys[event.key](); }
 });
 
-// An exported page begins as one that needs no scripts.
+// An exported page begins with a note for readers without scripts.
 function takeOver() {
-  document.getElementById("static-style").remove();
-  document.getElementById("view-style").media = "all";
   document.body.replaceChildren(h("a", { class: "skip", href: "#main" }, "Skip to the content"), h("header", { id: "top" }), h("main", { id: "main", tabindex: "-1" }), document.getElementById("data"));
 }
 

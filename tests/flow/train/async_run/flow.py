@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from penstock.sdk.flow import AgentFlowBase, SubmittedStep, register
+from penstock_compat.flow import AgentFlowBase, SubmittedStep, register
 
 
 @register("asks")

@@ -1,5 +1,0 @@
-"""The base class of black-box flows. It starts, registers and completes the rollout around `_run_agent`."""
-
-from penstock.sdk.flow import BlackBoxAgentFlowBase
-
-__all__ = ["BlackBoxAgentFlowBase"]

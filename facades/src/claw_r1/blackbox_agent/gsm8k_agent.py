@@ -1,5 +1,0 @@
-"""An agent that solves GSM8K problems with a plain OpenAI client."""
-
-from penstock.integrations.gsm8k import GSM8KAgent
-
-__all__ = ["GSM8KAgent"]

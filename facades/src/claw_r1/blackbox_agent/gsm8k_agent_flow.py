@@ -1,5 +1,0 @@
-"""The GSM8K agent as a black-box flow."""
-
-from penstock.integrations.gsm8k import BlackBoxGSM8KAgentFlow
-
-__all__ = ["BlackBoxGSM8KAgentFlow"]

@@ -1,5 +1,0 @@
-"""The record of one model call that a flow submits."""
-
-from penstock.sdk.flows.step import SubmittedStep as Step
-
-__all__ = ["Step"]

@@ -1,0 +1,1 @@
+"""The gateway's routes and dialect for Agent Flows."""

@@ -1,1 +1,0 @@
-"""A pool over SQL: the statements that SQLite and PostgreSQL share."""

@@ -1,1 +1,0 @@
-"""Reports: a run or an evaluation as one HTML page."""

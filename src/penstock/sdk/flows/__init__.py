@@ -1,1 +1,0 @@
-"""What flows are made of; authors import them from `penstock.sdk.flow`."""
