@@ -448,13 +448,13 @@ class FailingRunner(FakeRunner):
 
 
 def first_group(pool, runner, **limits):
-    """The first group once the pool says that it can be claimed or was dropped, and the pool's counts then."""
+    """Waits until a group can be claimed or was dropped. Returns the first group and the pool's counts."""
 
     async def main():
         made = scheduler(pool, runner, groups_per_step=1, **limits)
         async with at_work(made):
             position = 0
-            while (stats := await pool.stats("train")).groups_dropped + await claimable(pool) == 0:
+            while (stats := await pool.stats("train")).groups_dropped + claimable(stats) == 0:
                 await pool.wait(position, timeout_s=DEADLINE_S)
                 position = await pool.position()
         return (await pool.groups("train", limit=1))[0], stats
@@ -462,8 +462,7 @@ def first_group(pool, runner, **limits):
     return asyncio.run(main())
 
 
-async def claimable(pool):
-    stats = await pool.stats("train")
+def claimable(stats):
     return stats.groups_complete - stats.groups_short - stats.groups_dropped
 
 
