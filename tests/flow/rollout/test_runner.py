@@ -359,21 +359,24 @@ def test_failures_leave_their_neighbours_alone():
 
 
 class Crowd:
-    """Counts how many are inside at once."""
+    """Counts how many are inside at once. Nobody leaves before ``expected`` visitors met."""
 
-    def __init__(self):
+    def __init__(self, expected):
         self.now = self.most = 0
+        self.expected = expected
 
     async def visit(self):
         self.now += 1
         self.most = max(self.most, self.now)
+        while self.most < self.expected:
+            await asyncio.sleep(0.001)
         for _ in range(5):
             await asyncio.sleep(0)
         self.now -= 1
 
 
 def test_config_limits_how_many_workflows_and_graders_run_at_once():
-    agents, graders = Crowd(), Crowd()
+    agents, graders = Crowd(3), Crowd(2)
 
     async def run(ctx, call):
         await agents.visit()
