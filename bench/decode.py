@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 
 from penstock.engines.embedded.core import EngineCore
+from penstock.engines.embedded.decoder import load_decoder
 from penstock.engines.embedded.engine import EmbeddedEngine
-from penstock.engines.embedded.weights import load_decoder
 from penstock.models import resolve
 from penstock.records import Sampling
 

@@ -48,9 +48,8 @@ from tokenizers import Tokenizer as HfTokenizer
 from bench.algorithms import AGENTS, ONE_THREAD, run_config, wait_asleep
 from penstock.chat.renderer import Renderer
 from penstock.config import TrainSection, load_config
-from penstock.engines.embedded.decoder import Decoder, read_decoder_shape
+from penstock.engines.embedded.decoder import Decoder, load_decoder, read_decoder_shape, save_decoder
 from penstock.engines.embedded.engine import pick_device, pick_dtype
-from penstock.engines.embedded.weights import load_decoder, save_decoder
 from penstock.models.pull import resolve
 from penstock.pool.sqlite import SqlitePool
 from penstock.records import Group, Message, Rollout, Sequence, Step

@@ -13,9 +13,9 @@ from typing import Any
 
 from penstock.chat.renderer import Renderer
 from penstock.config import EmbeddedSection
+from penstock.engines.embedded.decoder import load_decoder
 from penstock.engines.embedded.engine import EmbeddedEngine, make_core, pick_device, pick_dtype
-from penstock.engines.embedded.grammars import GrammarCompiler
-from penstock.engines.embedded.weights import load_decoder
+from penstock.engines.embedded.sampling import GrammarCompiler
 from penstock.models import resolve
 from penstock.records import ReplyFormat, ReplyGrammar, Sampling
 from penstock.system.processes import relax_gc

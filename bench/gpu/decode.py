@@ -20,9 +20,8 @@ import torch
 from bench.gpu.update import SHAPES, free
 from bench.gpu.vllm_peer import CACHE_BYTES, VllmPeer, write_config
 from penstock.config import EmbeddedSection
-from penstock.engines.embedded.decoder import Decoder, DecoderShape
+from penstock.engines.embedded.decoder import Decoder, DecoderShape, load_decoder
 from penstock.engines.embedded.engine import EmbeddedEngine, make_core
-from penstock.engines.embedded.weights import load_decoder
 from penstock.records import Sampling
 from penstock.system.processes import relax_gc
 

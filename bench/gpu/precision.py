@@ -29,8 +29,8 @@ from transformers import AutoTokenizer
 
 from bench.gpu.one_turn import is_call
 from penstock.config import EmbeddedSection, TrainSection
+from penstock.engines.embedded.decoder import read_weights
 from penstock.engines.embedded.engine import EmbeddedEngine, open_engine
-from penstock.engines.embedded.weights import read_weights
 from penstock.records import Sampling, Sequence
 from penstock.train import precision
 from penstock.train.learner import Learner

@@ -25,8 +25,8 @@ from penstock.run.folder import RunFolder
 from penstock.run.inputs import read_inputs
 from penstock.sdk.discovery import GRADERS, Agent, find_agent, import_entry, subclasses
 from penstock.sdk.workflow import AgentWorkflow, BaseConfig, Grader
+from penstock.system.async_tools import GRACE_S, TERMINATE_S, Interrupts, LeavableThreads
 from penstock.system.files import write_file
-from penstock.system.interrupts import GRACE_S, TERMINATE_S, Interrupts, LeavableThreads
 
 if TYPE_CHECKING:
     import pandas
@@ -253,7 +253,7 @@ def _load(kind: str, config: str | Path | RunConfig | None, tree: dict[str, Any]
         return make_config(_merged(config.model_dump(mode="json"), tree), "the config") if tree else config
     if config is None:
         return make_config(tree, f"penstock.{'train' if kind == 'train' else 'evaluate'}")
-    from penstock.run.config_file import load_run_config
+    from penstock.run.inputs import load_run_config
 
     for table, key in (("agent", "entry"), ("dataset", "train"), ("dataset", "eval")):  # from here, not from the file's folder
         if isinstance(tree.get(table), dict) and isinstance(path := tree[table].get(key), str):

@@ -28,7 +28,7 @@ from penstock.errors import ConfigError, EngineBusy, EngineError
 from penstock.gateway import Gateway, GatewayLimits, ServedPolicy, Session
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
-from penstock.pool.pictures import PictureStore
+from penstock.pool.rows import PictureStore
 from penstock.records import End, Finish, Grade, Group, Node, Rollout, RolloutRef, Sampling, Step, Task, make_rollout
 from penstock.records import Sequence as TrainingSequence
 

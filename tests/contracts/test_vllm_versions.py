@@ -18,7 +18,7 @@ from faults.upstream_cases import VERSIONS, FakeVllm, engine_over, opened
 from penstock.engines.servers import base, pauses, vllm
 from penstock.errors import ConfigError, EngineError, RequestError
 from penstock.records import Sampling
-from penstock.system.locks import FileLock
+from penstock.system.files import FileLock
 
 PROMPT = [1, 2, 3]
 SHORT = Sampling(max_tokens=4)

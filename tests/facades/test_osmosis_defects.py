@@ -30,7 +30,7 @@ from osmosis_ai.rollout.integrations.agents import openai_agents as sdk
 from penstock.config import AgentSection
 from penstock.errors import ConfigError
 from penstock.records import End
-from penstock.run.agent_preflight import preflight
+from penstock.run.inputs import preflight
 from penstock.testing import ScriptedReply
 
 CALL = '<tool_call>\n{"name": "double", "arguments": {"n": 21}}\n</tool_call>'

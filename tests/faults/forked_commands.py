@@ -25,7 +25,7 @@ MODULES = (
     "penstock.cli.app", "penstock.view.eval_view", "penstock.view.live", "penstock.evals.run", "penstock.gateway.dialects.messages",
     "penstock.gateway.dialects.responses", "penstock.http.server", "penstock.pool.sqlite", "penstock.view.export",
     "penstock.rollout.executors.inline", "penstock.train.advantages.grpo", "penstock.train.losses.clip", "penstock.train.trainer",
-    "penstock.train.verify", "penstock.run.config_file",
+    "penstock.train.verify", "penstock.run.inputs",
 )  # fmt: skip
 """Imported once, for all children. Nothing is computed here, so that no thread exists when they are forked."""
 SCRIPTS = Path(__file__).parent / "killed_run"

@@ -16,8 +16,7 @@ from typing import IO, Any
 import torch
 
 from penstock.config import load_config
-from penstock.engines.embedded.decoder import Decoder, read_decoder_shape
-from penstock.engines.embedded.weights import save_decoder
+from penstock.engines.embedded.decoder import Decoder, read_decoder_shape, save_decoder
 from penstock.pool.sqlite import SqlitePool
 from penstock.records import Rollout
 from penstock.run.inputs import read_inputs

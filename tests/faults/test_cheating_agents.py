@@ -170,7 +170,7 @@ def test_a_command_that_is_recorded_cannot_grade_itself(tmp_path: Path) -> None:
 
 
 def test_links_in_the_artifacts_folder_lead_nowhere(tmp_path: Path) -> None:
-    from penstock.rollout.scratch import make_safe, move_folder
+    from penstock.rollout.executors.base import make_safe, move_folder
 
     folder, outside = tmp_path / "scratch", tmp_path / "pool.db"
     outside.write_text("labels")

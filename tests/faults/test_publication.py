@@ -9,8 +9,7 @@ from killable_process import times
 from publishing_runs import Run, weight_server
 from weight_server import logprob_of
 
-from penstock.engines.embedded.decoder import Decoder, causal
-from penstock.engines.embedded.weights import load_decoder
+from penstock.engines.embedded.decoder import Decoder, causal, load_decoder
 from penstock.records import End, Rollout
 from penstock.train.sequences import read_graph
 

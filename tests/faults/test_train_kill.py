@@ -20,8 +20,7 @@ import torch
 from forked_commands import KILLED, Answer, Commands, open_commands
 from killable_process import times
 
-from penstock.engines.embedded.decoder import Decoder, read_decoder_shape
-from penstock.engines.embedded.weights import save_decoder
+from penstock.engines.embedded.decoder import Decoder, read_decoder_shape, save_decoder
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
 from penstock.records import End

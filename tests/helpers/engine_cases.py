@@ -12,10 +12,9 @@ import torch
 from penstock.chat.tokenizer import Tokenizer
 from penstock.engines.base import Engine, SampledChunk
 from penstock.engines.embedded.core import EngineCore
-from penstock.engines.embedded.decoder import Decoder, DecoderShape
+from penstock.engines.embedded.decoder import Decoder, DecoderShape, save_decoder
 from penstock.engines.embedded.engine import EmbeddedEngine
 from penstock.engines.embedded.paged_core import PagedCore
-from penstock.engines.embedded.weights import save_decoder
 from penstock.records import Sampling
 from penstock.testing import ScriptedEngine, write_tokenizer
 

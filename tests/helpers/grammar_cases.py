@@ -6,10 +6,10 @@ from pathlib import Path
 
 from penstock.chat.renderer import Renderer
 from penstock.engines.embedded.core import EngineCore
+from penstock.engines.embedded.decoder import load_decoder
 from penstock.engines.embedded.engine import EmbeddedEngine, end_ids
-from penstock.engines.embedded.grammars import GrammarCompiler
 from penstock.engines.embedded.paged_core import PagedCore
-from penstock.engines.embedded.weights import load_decoder
+from penstock.engines.embedded.sampling import GrammarCompiler
 from penstock.models.pull import resolve
 from penstock.records import ReplyFormat, ReplyGrammar, Sampling
 

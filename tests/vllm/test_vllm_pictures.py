@@ -20,7 +20,7 @@ from vllm_server import HOME, vllm_server
 from penstock.chat.renderer import Renderer
 from penstock.engines.servers.vllm import VllmSection, open_engine
 from penstock.gateway.graph import TokenGraph
-from penstock.pool.pictures import PictureStore
+from penstock.pool.rows import PictureStore
 from penstock.records import Rollout, Step
 from penstock.testing import workbench
 from penstock.train.sequences import exactness, read_graph, why_untrainable

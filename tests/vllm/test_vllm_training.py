@@ -20,8 +20,7 @@ from vllm_server import HOME, vllm_server
 
 from penstock.config import load_config
 from penstock.engines.base import Engine, SampledChunk
-from penstock.engines.embedded.decoder import Decoder, causal
-from penstock.engines.embedded.weights import load_decoder
+from penstock.engines.embedded.decoder import Decoder, causal, load_decoder
 from penstock.engines.servers.vllm import VllmEngine, VllmSection, open_engine, reload_call
 from penstock.errors import EngineError
 from penstock.http.client import UpstreamError

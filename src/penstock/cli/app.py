@@ -38,7 +38,7 @@ from penstock.cli import run as recording
 from penstock.cli import train as training
 from penstock.errors import ConfigError, ControllerError, Issue, PenstockError
 from penstock.registry import Registry
-from penstock.system.interrupts import INTERRUPTED, leave
+from penstock.system.async_tools import INTERRUPTED, leave
 from penstock.system.processes import relax_gc
 
 HELP = ("-h", "--help")

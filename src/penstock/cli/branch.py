@@ -12,7 +12,7 @@ import typer
 
 from penstock.cli.output import table_lines, warn
 from penstock.errors import ConfigError
-from penstock.system.interrupts import INTERRUPTED, TERMINATE_S, Interrupts
+from penstock.system.async_tools import INTERRUPTED, TERMINATE_S, Interrupts
 from penstock.view.formatting import aligned, counts, reward_text
 
 if TYPE_CHECKING:

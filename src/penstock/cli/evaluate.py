@@ -13,7 +13,7 @@ from penstock.cli import dry_run
 from penstock.cli.output import PLAIN, check_format, warn
 from penstock.config import CONFIG_FILE
 from penstock.errors import ConfigError, PenstockError
-from penstock.system.interrupts import INTERRUPTED
+from penstock.system.async_tools import INTERRUPTED
 
 if TYPE_CHECKING:
     from penstock.config import RunConfig
@@ -193,7 +193,7 @@ def rubric(
 
 def _config(file: Path | None, agent: Path | None, dataset: Path | None, overrides: list[str]) -> "RunConfig":
     from penstock.config import make_config, override
-    from penstock.run.config_file import load_run_config
+    from penstock.run.inputs import load_run_config
 
     if file is not None and agent is not None:
         raise ConfigError("--agent goes without a file: set agent.entry in the file, or leave the file out")

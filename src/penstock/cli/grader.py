@@ -37,8 +37,8 @@ def attack(
     A policy finds such holes within some dozen steps, and the reward rises while nothing is learned. No model is loaded; a grader
     that asks a judge asks it for every try. Exit code 1 where a hole was found.
     """
-    from penstock.run.config_file import load_run_config
     from penstock.run.grader_attack import as_fields, attack_grader, read_tasks
+    from penstock.run.inputs import load_run_config
 
     config = load_run_config(file, overrides or (), "train", warn=warn)
     report = attack_grader(config, read_tasks(config), count=count, limit_s=seconds)

@@ -13,7 +13,7 @@ from penstock.cli.output import AsJson, Plain, TableColumn, labelled_lines, prin
 from penstock.errors import ConfigError
 from penstock.run.folder import RunFolder, find_run_folder
 from penstock.run.shortfalls import Shortfall, add_shortfalls, read_shortfalls, shortfall_rows, shortfalls_json
-from penstock.system.locks import is_locked
+from penstock.system.files import is_locked
 from penstock.view.formatting import reward_text
 from penstock.view.live import RunState, event_line
 

@@ -26,7 +26,7 @@ from penstock.config import home_folder
 from penstock.errors import ConfigError
 from penstock.records import End, Rollout
 from penstock.sdk.environment import rollout_environment
-from penstock.system.interrupts import INTERRUPTED, Interrupts
+from penstock.system.async_tools import INTERRUPTED, Interrupts
 from penstock.system.processes import end_group, signal_group
 from penstock.system.sandbox import Confinement, Sandbox, SandboxWish, choose_sandbox
 from penstock.view.formatting import aligned, clock, counts, percent
@@ -128,7 +128,7 @@ async def _record(
     from penstock.gateway.auth import Access
     from penstock.gateway.session import open_adhoc
     from penstock.gateway.standalone import open_gateway
-    from penstock.http.listen import bind
+    from penstock.http.server import bind
 
     stop, started = asyncio.Event(), time.monotonic()
     secret, sock = secrets.token_bytes(32), bind(settings.gateway.host, settings.gateway.port)

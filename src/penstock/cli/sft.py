@@ -11,7 +11,7 @@ import typer
 from penstock.cli.output import warn
 from penstock.config import TrainSection, validate
 from penstock.errors import ConfigError
-from penstock.system.interrupts import INTERRUPTED, TERMINATE_S, Interrupts
+from penstock.system.async_tools import INTERRUPTED, TERMINATE_S, Interrupts
 from penstock.view.formatting import counts
 
 if TYPE_CHECKING:

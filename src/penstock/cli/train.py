@@ -13,7 +13,7 @@ from penstock.cli import dry_run
 from penstock.cli.output import PLAIN, check_format, warn
 from penstock.config import CONFIG_FILE
 from penstock.errors import PenstockError
-from penstock.system.interrupts import INTERRUPTED
+from penstock.system.async_tools import INTERRUPTED
 from penstock.train.monitoring import NOTHING_LEARNED
 from penstock.view.summary import ResumeCommand, TrainingResult, as_lines, as_object, as_text, learned_nothing
 
@@ -49,7 +49,7 @@ def train(
 
     Ctrl-C once stops after the running step, or sooner if its rollouts take long (exit code 130); run the same command to resume.
     """
-    from penstock.run.config_file import load_run_config
+    from penstock.run.inputs import load_run_config
 
     check_format(as_json=as_json, plain=plain)
     config = load_run_config(file, overrides or (), "train", warn=warn)

@@ -1,5 +1,6 @@
-"""The interface of engines: token ids in; sampled ids, log-probabilities and policy versions out, streamed."""
+"""The interface of engines, and how one is opened: token ids in; sampled ids, log-probabilities and policy versions out, streamed."""
 
+import asyncio
 from bisect import bisect_right
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -7,6 +8,9 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeGuard, overload
 
+from penstock.config import EngineSection
+from penstock.engines import ENGINES
+from penstock.engines.checkpoint_files import refuse_damaged_weights
 from penstock.records import Finish, PlacedPicture, Sampling, TokenLogprobs
 
 
@@ -191,3 +195,16 @@ class TokenPath(Sequence[int]):
 
     def __repr__(self) -> str:
         return f"TokenPath({tuple(self)})"
+
+
+async def open_engine(
+    section: EngineSection, model: Path, *, name: str, seed: int, decode: Callable[[Sequence[int]], str] | None
+) -> Engine:
+    """Opens the engine for the model in folder `model`, which a text endpoint does not read. Close it after use.
+
+    `decode` turns token ids into text, for engines that constrain replies; None for text endpoints.
+    """
+    if not section.text_only:
+        await asyncio.to_thread(refuse_damaged_weights, model)
+    opener = ENGINES.load(section.name)
+    return await asyncio.to_thread(opener, model, name=name, section=section, seed=seed, decode=decode)

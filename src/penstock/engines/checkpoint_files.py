@@ -18,7 +18,7 @@ from penstock.codec import from_json, to_json
 from penstock.config import LORA_MODULES
 from penstock.errors import ModelError
 from penstock.records import PolicyVersion
-from penstock.system.checksums import add_checksum, file_checksum, remove_checksum
+from penstock.system.files import add_checksum, file_checksum, remove_checksum
 
 OPTIMIZER, STATE = "optimizer.state", "state.json"
 """Files that only the trainer reads. The first has no .safetensors suffix, because other programs load such files as weights."""

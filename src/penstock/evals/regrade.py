@@ -19,8 +19,8 @@ from penstock.records import End, Grade, Group, Rollout
 from penstock.rollout.author_tasks import AuthorTasks
 from penstock.rollout.in_process import InProcessAgent
 from penstock.rollout.transcripts import make_samples, transcripts
-from penstock.run.agent_preflight import preflight
 from penstock.run.folder import RunFolder, locked, open_run_folder
+from penstock.run.inputs import preflight
 from penstock.run.opening import open_pool
 from penstock.sdk.discovery import Agent, open_agent
 from penstock.sdk.workflow import AgentWorkflow

@@ -22,11 +22,11 @@ from penstock.records import End, Rollout, RolloutRef, Sampling, Task, make_roll
 from penstock.rollout.scheduler import LOST, RunnerPort, run_to_end
 from penstock.run.folder import RunFolder, locked, open_run_folder
 from penstock.run.inputs import Inputs
-from penstock.run.notices import read_notices
 from penstock.run.opening import bind_pool, open_pool, open_rollout_runner, sampling
+from penstock.run.shortfalls import read_notices
 from penstock.run.tracking import tracking
 from penstock.sdk.discovery import Agent
-from penstock.system.checksums import file_checksum
+from penstock.system.files import file_checksum
 
 MAY_CHANGE = (
     "train.", "gateway.", "executor.", "scale.", "track.", "run.folder", "dataset.train", "eval.rows", "eval.k", "eval.passes",

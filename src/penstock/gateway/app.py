@@ -1,4 +1,4 @@
-"""The gateway: its routes, and the server that they run on."""
+"""The gateway: its routes, those that other wheels add, and the server that they run on."""
 
 import socket
 from collections.abc import Collection, Mapping
@@ -21,15 +21,14 @@ from penstock.gateway.model_routes import TEXT_DIALECTS, CountRoute, ModelRoute,
 from penstock.gateway.named_rollouts import NamedRollouts
 from penstock.gateway.observability import CONTENT_TYPE, CallTracer, Samples, as_text
 from penstock.gateway.pipeline import CallPipeline
-from penstock.gateway.plugins import ROUTES, GatewayParts, RewardFunction, RoutePlugin
 from penstock.gateway.request import GatewayLimits
 from penstock.gateway.response import ResponseCache
 from penstock.gateway.routes import FunctionEndpoint, Route, Routes, json_response
 from penstock.gateway.session import Session, Sessions
 from penstock.gateway.sources import PolicySources, ServedPolicy, make_source, no_tokens_error
-from penstock.http.listen import base_url, bind, is_loopback, known_names
+from penstock.http.server import base_url, bind, is_loopback, known_names
 from penstock.pool.base import Pool
-from penstock.pool.pictures import PictureStore
+from penstock.pool.rows import PictureStore
 from penstock.records import Rollout, RolloutRef, Sampling
 from penstock.sdk.routing import PLACEHOLDER_MODEL, PLACEHOLDER_NAMES
 from penstock.system.processes import protect_memory
@@ -37,6 +36,11 @@ from penstock.system.redaction import Redactor
 
 if TYPE_CHECKING:
     from penstock.http.server import HttpServer
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple, Protocol
+
+from penstock.records import Message
+from penstock.registry import Registry
 
 LAST_BYTES_S = 1.0
 """How long a stopping gateway lets callers read responses that are written."""
@@ -266,3 +270,43 @@ def _require_loopback(host: str) -> None:
     if not is_loopback(host):
         text = f"an open gateway asks for no token, so it may listen on this machine only, not on {host or 'every interface'}"
         raise ConfigError(f"{text}; use --host 127.0.0.1, or leave --open out")
+
+
+ROUTES = Registry("gateway routes", {})
+"""Classes that follow `RoutePlugin`, from the entry points of the group `penstock.gateway_routes`."""
+
+
+class RewardFunction(Protocol):
+    def __call__(self, rollout_id: str, messages: list[Message], fields: Mapping[str, Any]) -> Awaitable[float]:
+        """`rollout_id` is empty if unknown; `fields` are of the dataset row. GraderError if there is no reward."""
+        ...
+
+
+class GatewayParts(NamedTuple):
+    """What a plug-in gets of the gateway."""
+
+    pool: Pool
+    sessions: Sessions
+    named: NamedRollouts
+    """Opens rollouts that callers name themselves."""
+    pipeline: CallPipeline
+    tokens: GatewayTokens
+    limits: GatewayLimits
+    reward_function: Callable[[], RewardFunction | None]
+    """Returns the run's grader as a function; None if rewards cannot be computed."""
+    has_run: bool
+    """Whether a run uses this gateway, and grades its rollouts."""
+
+
+class RoutePlugin(Protocol):
+    """Further routes of a gateway. It is made once, with the gateway; nothing is started or closed."""
+
+    def __init__(self, parts: GatewayParts) -> None: ...
+
+    def routes(self) -> list[Route]:
+        """Returns the routes to add, each with the token that it needs."""
+        ...
+
+    def model_route(self, dialect: str, route: ASGIApp) -> ASGIApp:
+        """Returns the endpoint of a dialect's model route: `route`, or one that changes the request and then calls `route`."""
+        ...

@@ -20,7 +20,7 @@ from penstock.engines.base import Engine, PictureEngine, RenderedPicture, Sample
 from penstock.errors import EngineRefused, PoolError, RequestError
 from penstock.gateway.graph import RAW_CHAIN, TEMPLATE_REWRITES, TokenGraph
 from penstock.gateway.request import ModelCall, PictureTokens, Prompt
-from penstock.pool.pictures import PictureStore
+from penstock.pool.rows import PictureStore
 from penstock.records import Message, PlacedPicture, Sampling
 
 LONG_TEXT = 8_000

@@ -34,7 +34,7 @@ from penstock.gateway.graph import TokenGraph
 from penstock.gateway.prompt import ContextBound, PictureReader, RootCache, make_prompt
 from penstock.gateway.reply import Delta, ReplyBuilder, ReplyText, SampledReply
 from penstock.gateway.request import LastRequest, ModelCall, Prompt
-from penstock.pool.pictures import PictureStore
+from penstock.pool.rows import PictureStore
 from penstock.records import Finish, Message, ReplyGrammar, Sampling, Step, Usage
 from penstock.sdk.routing import PLACEHOLDER_NAMES
 

@@ -23,8 +23,7 @@ from penstock.config import (
     validate,
 )
 from penstock.engines import ENGINES
-from penstock.engines.base import Engine
-from penstock.engines.opening import open_engine
+from penstock.engines.base import Engine, open_engine
 from penstock.errors import ConfigError
 from penstock.events import Events
 from penstock.gateway.app import Gateway
@@ -34,10 +33,9 @@ from penstock.gateway.request import GatewayLimits
 from penstock.gateway.sources import load_renderer
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
-from penstock.pool.pictures import PictureStore
+from penstock.pool.rows import PictureStore
 from penstock.records import NO_LIMIT, Sampling
-from penstock.system.files import load_key, write_file
-from penstock.system.locks import exclusive_lock
+from penstock.system.files import exclusive_lock, load_key, write_file
 
 CONFIG, SECRET, TOKENS = "config.json", "secret", "tokens.json"
 

@@ -13,8 +13,7 @@ import orjson
 
 from penstock.config import cache_folder
 from penstock.errors import ModelError
-from penstock.system.files import sync, sync_tree
-from penstock.system.locks import FileLock
+from penstock.system.files import FileLock, sync, sync_tree
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "adapter_model.safetensors"

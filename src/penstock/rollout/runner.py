@@ -19,9 +19,8 @@ from penstock.pool.rules import graded_before
 from penstock.records import VOID, End, Grade, Mark, Message, Rollout, RolloutRef, Sampling, Task
 from penstock.rollout.author_tasks import AuthorTasks
 from penstock.rollout.executors import EXECUTORS
-from penstock.rollout.executors.base import Executor, ExecutorContext, GatewaySession
+from penstock.rollout.executors.base import Executor, ExecutorContext, GatewaySession, ScratchFolders
 from penstock.rollout.in_process import REMEDY, Reward, WorkflowResult
-from penstock.rollout.scratch import ScratchFolders
 from penstock.rollout.transcripts import Transcript, make_samples, misreported, transcripts
 from penstock.sdk.discovery import Agent
 from penstock.sdk.routing import MAIN

@@ -14,8 +14,7 @@ from typing import IO, Any, NamedTuple
 
 from penstock.config import AgentSection
 from penstock.errors import ConfigError
-from penstock.sdk.agent_spec import AgentSpec
-from penstock.sdk.discovery import Agent, check_constructors
+from penstock.sdk.discovery import Agent, AgentSpec, check_constructors
 from penstock.system.processes import describe_exit, last_line, run_module
 
 STARTUP_S = 30.0

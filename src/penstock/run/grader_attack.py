@@ -26,10 +26,9 @@ from penstock.records import End, Grade, Message, Rollout, Task, make_rollout
 from penstock.rollout.author_tasks import AuthorTasks
 from penstock.rollout.in_process import InProcessAgent, Reward
 from penstock.rollout.transcripts import Transcript, make_samples
-from penstock.run.agent_preflight import preflight
-from penstock.sdk.agent_spec import AgentSpec
+from penstock.run.inputs import preflight
 from penstock.sdk.dataset import load_tasks
-from penstock.sdk.discovery import Agent
+from penstock.sdk.discovery import Agent, AgentSpec
 from penstock.sdk.routing import MAIN
 from penstock.system.processes import describe_exit, last_line, run_module
 

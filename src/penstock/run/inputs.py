@@ -1,14 +1,18 @@
-"""The inputs of a run, read and checked before anything heavy is loaded: a mistake costs a moment and leaves no run folder."""
+"""The inputs of a run, read and checked before anything heavy is loaded: a mistake costs a moment and leaves no run folder.
+
+A config file with a table that a run config lacks may be in a format of another wheel: the table's name is looked up among the
+entry points of the group `penstock.config_format`, and the `ConfigReader` found there makes the run config.
+"""
 
 import inspect
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from penstock.config import RunConfig
+from penstock.config import RunConfig, RunKind, load_config, read_toml
 from penstock.engines import ENGINES
 from penstock.engines.checkpoint_files import is_adapter
 from penstock.errors import ConfigError, Problems, RenderError
@@ -16,6 +20,7 @@ from penstock.events import Listener
 from penstock.models import ModelFolder, find_cached
 from penstock.pool import POOLS
 from penstock.records import Message, Task
+from penstock.registry import Registry
 from penstock.rollout.executors import EXECUTORS
 from penstock.rollout.executors.base import read_section
 from penstock.run.agent_preflight import AgentTraits, check_agent, preflight
@@ -222,3 +227,36 @@ def long_prompts(tasks: Sequence[Task], render: Render, context_length: int, pat
 
 def _bytes(message: Message) -> int:
     return len(str(message.get("content") or "").encode("utf-8", "replace"))
+
+
+class ConfigReader(Protocol):
+    def __call__(self, file: Path, overrides: Iterable[str], kind: RunKind, *, warn: Callable[[str], None]) -> RunConfig: ...
+
+
+CONFIG_FORMATS = Registry("config format", {})
+
+
+def _ignore_warning(line: str) -> None:
+    pass
+
+
+def load_run_config(
+    file: Path, overrides: Iterable[str], kind: RunKind, *, warn: Callable[[str], None] = _ignore_warning
+) -> RunConfig:
+    """Reads `file`, applies overrides of run config keys and checks everything; calls `warn` for keys without an effect."""
+    tables = read_toml(file)
+    for name in tables:
+        if name not in RunConfig.model_fields and name in CONFIG_FORMATS:
+            reader: ConfigReader = CONFIG_FORMATS.load(name)
+            return reader(file, overrides, kind, warn=warn)
+    if "experiment" in tables:
+        raise ConfigError(f"{file} is an experiment file, which needs the package penstock-controller; install it")
+    config = load_config(file, overrides)
+    check_kind(config, kind)
+    return config
+
+
+def check_kind(config: RunConfig, kind: RunKind) -> None:
+    """Raises ConfigError if the engine cannot do a run of this kind."""
+    if kind == "train":
+        refuse_untrainable(config)

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from penstock.config import RunConfig, home_folder, run_secrets
-from penstock.engines.base import Engine
-from penstock.engines.opening import open_engine
+from penstock.engines.base import Engine, open_engine
 from penstock.events import Events
 from penstock.gateway.app import Gateway
 from penstock.gateway.auth import Access
@@ -20,7 +19,7 @@ from penstock.gateway.sources import load_renderer
 from penstock.pool import POOLS
 from penstock.pool.base import Pool
 from penstock.pool.location import refuse_foreign_pool
-from penstock.pool.pictures import PictureStore
+from penstock.pool.rows import PictureStore
 from penstock.records import Sampling
 from penstock.rollout.runner import Runner, open_runner
 from penstock.run.folder import RunFolder

@@ -9,9 +9,8 @@ from pathlib import Path
 from penstock.chat.renderer import Renderer
 from penstock.config import EngineSection, RunConfig
 from penstock.engines import ENGINES
-from penstock.engines.base import AdapterEngine, Engine, SampledChunk, has_adapters
+from penstock.engines.base import AdapterEngine, Engine, SampledChunk, has_adapters, open_engine
 from penstock.engines.checkpoint_files import find_base, is_adapter, refuse_damaged_weights
-from penstock.engines.opening import open_engine
 from penstock.errors import ConfigError
 from penstock.events import Listener
 from penstock.gateway.sources import ServedPolicy, load_renderer

@@ -14,9 +14,8 @@ from penstock.models import check_reachable, find_cached
 from penstock.pool import POOLS
 from penstock.records import End, Rollout
 from penstock.rollout.scheduler import run_once
-from penstock.run.config_file import check_kind
 from penstock.run.folder import open_run_folder
-from penstock.run.inputs import Check, Inputs, check_datasets, check_inputs, read_inputs
+from penstock.run.inputs import Check, Inputs, check_datasets, check_inputs, check_kind, read_inputs
 from penstock.run.opening import open_rollout_runner, sampling
 
 

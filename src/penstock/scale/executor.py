@@ -14,8 +14,14 @@ from penstock.config import Section
 from penstock.errors import GraderError, WorkflowError
 from penstock.records import Task
 from penstock.rollout.author_tasks import make_slots
-from penstock.rollout.executors.base import Executor, ExecutorContext, GatewaySession, SessionSpec
-from penstock.rollout.executors.trust import announce_trusted, starts_programs
+from penstock.rollout.executors.base import (
+    Executor,
+    ExecutorContext,
+    GatewaySession,
+    SessionSpec,
+    announce_trusted,
+    starts_programs,
+)
 from penstock.rollout.in_process import Reward, WorkflowResult
 from penstock.rollout.processes.job_protocol import AgentJob, JobKind, JobResult, JobSandbox, write_samples
 from penstock.scale.cluster import live_nodes, on_node, open_cluster, own_node_id, reachable_url

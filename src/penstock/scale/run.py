@@ -14,10 +14,9 @@ from penstock.config import RunConfig
 from penstock.errors import ConfigError, TrainError
 from penstock.events import Events, Listener
 from penstock.pool import POOLS
-from penstock.run.code import use_code
-from penstock.run.folder import RunFolder, locked, open_run_folder
+from penstock.run.folder import RunFolder, locked, open_run_folder, use_code
 from penstock.run.inputs import Inputs, refuse_untrainable
-from penstock.run.notices import read_notices
+from penstock.run.shortfalls import read_notices
 from penstock.run.tracking import tracking
 from penstock.scale.actor_calls import MAX_DEATHS, Actor, ActorGone, call_result, relay_events, wait_restarted
 from penstock.scale.cluster import STORE_BYTES, on_node, open_cluster, own_node, own_node_id

@@ -13,11 +13,9 @@ from penstock.records import Task
 from penstock.rollout.executors.base import read_section
 from penstock.run.folder import RunFolder
 from penstock.run.inputs import Inputs
-from penstock.sdk.agent_spec import AgentSpec
-from penstock.sdk.discovery import Agent
+from penstock.sdk.discovery import Agent, AgentSpec
 from penstock.sdk.workflow import AgentWorkflow
-from penstock.system.files import write_file
-from penstock.system.locks import FileLock
+from penstock.system.files import FileLock, write_file
 
 FILE = ".sent.json"
 LOCK_WAIT_S = 60.0

@@ -10,9 +10,8 @@ import torch
 
 from penstock.codec import to_json
 from penstock.config import RunConfig
-from penstock.engines.embedded.decoder import Decoder
+from penstock.engines.embedded.decoder import MODEL_SUFFIXES, Decoder, load_decoder
 from penstock.engines.embedded.engine import pick_device, pick_dtype
-from penstock.engines.embedded.weights import MODEL_SUFFIXES, load_decoder
 from penstock.errors import TrainError
 from penstock.run.inputs import Inputs
 from penstock.run.opening import open_pool

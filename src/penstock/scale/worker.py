@@ -11,16 +11,14 @@ from penstock.codec import from_json
 from penstock.errors import PenstockError, WorkflowError, one_line
 from penstock.events import Events
 from penstock.rollout.author_tasks import AuthorTasks
-from penstock.rollout.executors.base import artifacts_dir
-from penstock.rollout.executors.trust import choose_program_sandbox, sandbox_notice
+from penstock.rollout.executors.base import ScratchFolders, artifacts_dir, choose_program_sandbox, sandbox_notice
 from penstock.rollout.in_process import InProcessAgent
 from penstock.rollout.processes.job_protocol import AgentJob, failure_result, read_samples
-from penstock.rollout.scratch import ScratchFolders
 from penstock.scale.actor_calls import ItemQueue
 from penstock.scale.cluster import own_node
 from penstock.scale.package import ray
-from penstock.sdk.agent_spec import AgentSpec
 from penstock.sdk.clients import Clients, preload_clients
+from penstock.sdk.discovery import AgentSpec
 from penstock.system.processes import protect_memory
 from penstock.system.sandbox import Confinement, Sandbox, SandboxWish
 

@@ -1,17 +1,21 @@
-"""Loads an Agent from the author's file: its one workflow, its one grader, and their configs with the TOML tables applied."""
+"""Loads an Agent from the author's file: its one workflow, its one grader, and their configs with the TOML tables applied.
+
+`AgentSpec` is what another interpreter needs to load the same agent.
+"""
 
 import difflib
 import hashlib
 import importlib.util
 import inspect
+import json
 import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, TypeVar, cast, get_args
+from typing import Any, NamedTuple, Self, TypeVar, cast, get_args
 
 from pydantic import BaseModel
 
@@ -349,3 +353,37 @@ def _check_copy(config: BaseConfig, entry: Path) -> None:
         raise ConfigError(
             f"{entry}: {type(config).__name__} cannot be copied for each rollout ({reason}); build such fields in run()"
         ) from cause
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentSpec:
+    agent: dict[str, Any]
+    """`[agent]` of the TOML."""
+    workflow: dict[str, Any]
+    grader: dict[str, Any]
+    path: list[str]
+    """`sys.path`."""
+
+    @classmethod
+    def of(cls, agent: Agent) -> Self:
+        workflow, grader = agent.tables
+        return cls.from_config(agent.source, workflow, grader)
+
+    @classmethod
+    def from_config(cls, source: AgentSection, workflow: Mapping[str, Any], grader: Mapping[str, Any]) -> Self:
+        """For an agent that is not loaded here."""
+        agent = source.model_dump(mode="json")
+        return cls(agent=agent, workflow=dict(workflow), grader=dict(grader), path=list(sys.path))
+
+    @classmethod
+    def read(cls, text: bytes) -> Self:
+        return cls(**json.loads(text))
+
+    def write(self) -> bytes:
+        """Returns JSON; a date of the TOML becomes its ISO form, which config classes accept."""
+        return json.dumps(asdict(self), default=str).encode()
+
+    def load(self) -> Agent:
+        """Loads the agent in this interpreter; see `open_agent`."""
+        sys.path[:] = self.path
+        return open_agent(AgentSection.model_validate(self.agent), self.workflow, self.grader)

@@ -18,7 +18,7 @@ import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -266,3 +266,27 @@ def kill_orphans(known: Collection[int]) -> bool:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, os.WNOHANG)
     return bool(orphans)
+
+
+M_ARENA_MAX = -8
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    """Returns glibc; None where the C library is another one."""
+    library = ctypes.CDLL(None) if sys.platform == "linux" else None
+    return library if hasattr(library, "gnu_get_libc_version") else None
+
+
+def share_heap() -> None:
+    """Makes threads that start from now on use one heap, unless MALLOC_ARENA_MAX says how many there are to be."""
+    library = _library()
+    if library is not None and "MALLOC_ARENA_MAX" not in os.environ:
+        library.mallopt(M_ARENA_MAX, 1)
+
+
+def trim_heap() -> None:
+    """Gives free memory back to the system; tenths of a second for gigabytes, in which no thread can allocate."""
+    library = _library()
+    if library is not None:
+        library.malloc_trim(0)

@@ -33,12 +33,10 @@ from penstock.engines.checkpoint_files import (
     is_complete,
     read_state,
 )
-from penstock.engines.embedded.decoder import Decoder
-from penstock.engines.embedded.weights import copy_settings, save_decoder
+from penstock.engines.embedded.decoder import Decoder, copy_settings, save_decoder
 from penstock.errors import ModelError, TrainError
 from penstock.records import PolicyVersion
-from penstock.system.checksums import file_checksum
-from penstock.system.files import sync
+from penstock.system.files import file_checksum, sync
 from penstock.train.learner import Learner
 
 PART = ".part"

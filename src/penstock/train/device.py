@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from penstock.config import RunConfig
-from penstock.engines.embedded.decoder import Decoder, DecoderShape
+from penstock.engines.embedded.decoder import Decoder, DecoderShape, load_decoder
 from penstock.engines.embedded.engine import pick_device, pick_dtype
-from penstock.engines.embedded.weights import load_decoder
 from penstock.engines.servers.vllm import VllmEngine
 from penstock.errors import ConfigError, TrainError
 

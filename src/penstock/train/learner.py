@@ -21,9 +21,8 @@ from torch import Tensor
 
 from penstock.config import TrainSection
 from penstock.engines.checkpoint_files import AdapterConfig, model_digest
-from penstock.engines.embedded.decoder import Decoder
+from penstock.engines.embedded.decoder import Decoder, load_decoder, read_weights, save_decoder
 from penstock.engines.embedded.lora import Adapter, read_adapter, share_decoder
-from penstock.engines.embedded.weights import load_decoder, read_weights, save_decoder
 from penstock.errors import TrainError
 from penstock.records import Sequence
 from penstock.train.advantages.base import SequenceTokens

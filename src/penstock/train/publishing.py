@@ -25,9 +25,8 @@ from torch.multiprocessing import reductions
 
 from penstock.config import RunConfig
 from penstock.engines.base import Engine
-from penstock.engines.embedded.decoder import Decoder
+from penstock.engines.embedded.decoder import Decoder, copy_settings, public_tensors
 from penstock.engines.embedded.engine import EmbeddedEngine
-from penstock.engines.embedded.weights import copy_settings, public_tensors
 from penstock.engines.servers.server_weights import TransferRound, WeightSender
 from penstock.engines.servers.vllm import VllmEngine
 from penstock.errors import ConfigError, EngineError

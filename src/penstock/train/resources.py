@@ -14,7 +14,7 @@ from penstock.config import RunConfig
 from penstock.engines.base import Engine, has_adapters
 from penstock.engines.embedded.decoder import Decoder
 from penstock.engines.embedded.engine import EmbeddedEngine, end_ids
-from penstock.engines.embedded.grammars import FixedChoice, GrammarCompiler, allowed_rows
+from penstock.engines.embedded.sampling import FixedChoice, GrammarCompiler, allowed_rows
 from penstock.engines.servers.vllm import VllmEngine
 from penstock.engines.token_sets import pack_set
 from penstock.errors import ConfigError, PenstockError, TrainError

@@ -17,14 +17,13 @@ import orjson
 from penstock.chat.renderer import Renderer
 from penstock.config import TrainSection
 from penstock.engines.checkpoint_files import model_digest
+from penstock.engines.embedded.decoder import load_decoder
 from penstock.engines.embedded.engine import pick_device, pick_dtype
 from penstock.engines.embedded.lora import merge_adapter
-from penstock.engines.embedded.weights import load_decoder
 from penstock.errors import ConfigError, PenstockError
 from penstock.records import Group, PolicyVersion
 from penstock.records import Sequence as TrainingSequence
-from penstock.system.files import write_file
-from penstock.system.locks import FileLock
+from penstock.system.files import FileLock, write_file
 from penstock.train.checkpoints import find_intact, restore, save, write_model
 from penstock.train.learner import Learner, make_learner
 from penstock.train.sequences import sequences

@@ -15,15 +15,13 @@ from penstock.config import RunConfig
 from penstock.errors import ConfigError, PoolError, PoolFailed, TrainError
 from penstock.events import Events, Listener
 from penstock.records import PolicyVersion
-from penstock.run.code import code_changes, use_code
-from penstock.run.folder import FRESH, RunFolder, locked, open_run_folder
+from penstock.run.folder import FRESH, RunFolder, code_changes, locked, open_run_folder, use_code
 from penstock.run.inputs import Inputs, refuse_untrainable
-from penstock.run.notices import read_notices
 from penstock.run.opening import bind_pool
-from penstock.run.shortfalls import add_shortfalls, read_shortfalls, shortfalls_json
+from penstock.run.shortfalls import add_shortfalls, read_notices, read_shortfalls, shortfalls_json
 from penstock.run.tracking import tracking
 from penstock.system.async_tools import leaf_errors
-from penstock.system.heap import share_heap
+from penstock.system.processes import share_heap
 from penstock.train import checkpoints
 from penstock.train.algorithm import refuse_branches
 from penstock.train.evaluation import BackgroundEvaluation, evaluate, evaluations_during_training

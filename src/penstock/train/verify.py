@@ -19,7 +19,7 @@ import torch
 from penstock.engines.embedded.decoder import Decoder, sees_pictures
 from penstock.engines.embedded.lora import load_policy
 from penstock.errors import ModelError, PoolError
-from penstock.pool.pictures import PictureStore
+from penstock.pool.rows import PictureStore
 from penstock.records import Group, Node, Rollout, Sequence, Step
 from penstock.run.folder import RunFolder
 from penstock.run.recorded_run import RecordedRun

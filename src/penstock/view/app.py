@@ -24,16 +24,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from penstock.errors import ConfigError, PenstockError, PoolError, RequestError
 from penstock.events import json_line
 from penstock.http.asgi import header, host_name
-from penstock.http.listen import base_url, bind, known_names
-from penstock.http.server import HttpServer
+from penstock.http.server import HttpServer, base_url, bind, known_names
 from penstock.pool.base import PoolClass, PoolDatabase
 from penstock.pool.reads import list_channels
 from penstock.view import evaluations, overview, rollouts
-from penstock.view.queries import ended_page, exists, group_rows
+from penstock.view.queries import cut, ended_page, exists, group_rows
 from penstock.view.run_files import ViewedRun
 from penstock.view.search import search_page
 from penstock.view.sources import OpenRuns, RunSource
-from penstock.view.texts import cut
 from penstock.view.timeline import DEFAULT_S, timeline
 
 STATIC = Path(__file__).parent / "static"

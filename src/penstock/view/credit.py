@@ -24,9 +24,8 @@ from penstock.train.advantages.base import Credit, credit_by_step, described
 from penstock.train.algorithm import Advantage, load_advantage
 from penstock.train.credit import attempt_of, group_of, overlong
 from penstock.train.sequences import Graph, read_graph, step_masks, why_untrainable
-from penstock.view.queries import group_rows, state_of, trained_version
+from penstock.view.queries import REASONS, group_rows, state_of, trained_version
 from penstock.view.run_files import ViewedRun
-from penstock.view.texts import REASONS
 
 BUILT_IN_ADVANTAGES = frozenset(ADVANTAGES.table)
 FROM_REWARDS = frozenset({"grpo", "dr_grpo", "rloo", "maxrl", "pass_at_k"})

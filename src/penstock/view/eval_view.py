@@ -15,7 +15,7 @@ from rich.text import Text
 
 from penstock.run.shortfalls import shortfall_rows
 from penstock.view.formatting import NOTICES, PlainLine, aligned, clock, counts, misreported_text, plain_text, reward_text
-from penstock.view.progress import NotebookArea, RunningRollouts, in_notebook, make_console, pace_text
+from penstock.view.live import NotebookArea, RunningRollouts, in_notebook, make_console, pace_text
 
 if TYPE_CHECKING:
     from penstock.evals.metrics import Difference, Estimate

@@ -11,10 +11,9 @@ from penstock.evals.outcome import CHANNEL
 from penstock.pool import reads
 from penstock.pool.base import AFTER_ALL, PoolDatabase
 from penstock.view.overview import MAX_MODEL, last_text
-from penstock.view.queries import group_task
+from penstock.view.queries import cut, group_task
 from penstock.view.run_files import ViewedRun
 from penstock.view.sources import OpenRuns
-from penstock.view.texts import cut
 
 MAX_TASKS = 5000
 """Tasks of an evaluation that are read; the others are only counted."""

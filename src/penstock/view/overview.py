@@ -10,10 +10,9 @@ from penstock.pool import reads
 from penstock.pool.base import PoolDatabase
 from penstock.records import Task
 from penstock.view.credit import row_advantages
-from penstock.view.queries import GroupRow, LeaseRow, check_ledger, group_page, lease_rows, ledger_page
+from penstock.view.queries import MEANINGS, REASONS, GroupRow, LeaseRow, check_ledger, cut, group_page, lease_rows, ledger_page
 from penstock.view.run_files import AlarmLog, ViewedRun
 from penstock.view.sources import OpenRuns
-from penstock.view.texts import MEANINGS, REASONS, cut
 
 SPARK_POINTS = 60
 MAX_MODEL = 200

@@ -17,9 +17,8 @@ from penstock.pool.base import PoolDatabase
 from penstock.records import Node, Rollout, Step
 from penstock.train.sequences import Graph, read_graph
 from penstock.view.credit import SequenceScores, TrainingCredit, group_credit, rollout_credit
-from penstock.view.queries import state_of, trained_version
+from penstock.view.queries import REASONS, cut, state_of, trained_version
 from penstock.view.run_files import ViewedRun
-from penstock.view.texts import REASONS, cut
 
 PAGE_CALLS = 100
 MAX_TOKENS = 4000

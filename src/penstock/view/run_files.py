@@ -20,9 +20,8 @@ from penstock.errors import ConfigError
 from penstock.pool import POOLS
 from penstock.pool.location import PoolLocation
 from penstock.run.folder import COMPONENT, RunFolder, component_values
-from penstock.run.notices import NoticeCounts
-from penstock.system.checksums import remove_checksum
-from penstock.system.locks import lock_is_held
+from penstock.run.shortfalls import NoticeCounts
+from penstock.system.files import lock_is_held, remove_checksum
 
 QUIET_S = 60.0
 """A run without a summary whose files have not changed for so long, and that nobody has locked, was interrupted."""

@@ -13,9 +13,9 @@ pytest.importorskip("llguidance")
 from grammar_cases import SCHEMA, Model, replies
 from llguidance import LLExecutor
 
-from penstock.engines.embedded import grammars, lanes
+from penstock.engines.embedded import lanes, sampling
 from penstock.engines.embedded.engine import EmbeddedEngine
-from penstock.engines.embedded.grammars import GrammarCompiler
+from penstock.engines.embedded.sampling import GrammarCompiler
 from penstock.errors import EngineError
 from penstock.records import ReplyGrammar
 
@@ -42,7 +42,7 @@ def test_both_cores_draw_the_same_tokens_whoever_shares_the_batch(graphs: bool, 
     asked, several = [], LLExecutor(3)
     settings = {"MAX_LEXERS": 3, "COMPILED_ONCE_S": 60.0, "STATES_PER_LEXER": 4, "FEW_STATES": 4, "_executor": executor}
     for name, value in settings.items() if threads else ():
-        monkeypatch.setattr(grammars, name, value)  # as on a machine with more cores, and with more requests
+        monkeypatch.setattr(sampling, name, value)  # as on a machine with more cores, and with more requests
     model = Model.load()
     samplings = model.samplings(24)
     alone = asyncio.run(replies(model.engine(paged=False), model, samplings, together=False))
@@ -97,7 +97,7 @@ def test_a_grammar_that_cannot_be_compiled_fails_its_request_alone():
     assert asyncio.run(main()) in ("stop", "length")
 
 
-class FailingState(grammars.GrammarState):
+class FailingState(sampling.GrammarState):
     """Fails at the fifth token, as a grammar does that reaches a limit of the library."""
 
     followed = 0
@@ -113,7 +113,7 @@ SPECIAL = 0
 
 @pytest.mark.parametrize("paged", [False, True])
 def test_grammar_that_fails_while_it_is_followed_fails_request_alone(paged: bool, monkeypatch: pytest.MonkeyPatch):
-    def start(compiler: GrammarCompiler, grammar: ReplyGrammar, stop_ids: Collection[int]) -> grammars.GrammarState:
+    def start(compiler: GrammarCompiler, grammar: ReplyGrammar, stop_ids: Collection[int]) -> sampling.GrammarState:
         state = real(compiler, grammar, stop_ids)
         return FailingState(state.matcher, state.lexer) if grammar is failing.grammar else state
 

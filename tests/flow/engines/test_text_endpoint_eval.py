@@ -14,7 +14,7 @@ from text_endpoint_cases import KEY, Answer, Endpoint, base_url, in_thread
 from penstock.chat.renderer import Renderer
 from penstock.cli.app import run
 from penstock.config import EngineSection
-from penstock.engines.opening import open_engine
+from penstock.engines.base import open_engine
 from penstock.models import resolve
 from penstock.records import Sampling
 from penstock.testing import workbench

@@ -13,7 +13,7 @@ from faults.upstream_cases import PICTURE_MARK, PICTURES, FakeVllm, edited, engi
 from penstock.chat.renderer import Renderer
 from penstock.errors import EngineError, EngineRefused
 from penstock.gateway.prompt import PictureReader
-from penstock.pool.pictures import PictureStore
+from penstock.pool.rows import PictureStore
 from penstock.testing import workbench
 from penstock.train.sequences import exactness, read_graph, why_untrainable
 

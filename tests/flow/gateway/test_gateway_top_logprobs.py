@@ -8,7 +8,7 @@ from gateway_cases import USER, chat, renderer
 
 from penstock.chat.renderer import Renderer
 from penstock.config import EmbeddedSection
-from penstock.engines.opening import open_engine
+from penstock.engines.base import open_engine
 from penstock.models.pull import resolve
 from penstock.pool import POOLS
 from penstock.testing import ScriptedEngine, workbench

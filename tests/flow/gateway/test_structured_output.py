@@ -11,7 +11,7 @@ pytest.importorskip("llguidance")
 
 from penstock.chat.renderer import Renderer
 from penstock.config import EmbeddedSection
-from penstock.engines.opening import open_engine
+from penstock.engines.base import open_engine
 from penstock.models.pull import resolve
 from penstock.testing import workbench
 

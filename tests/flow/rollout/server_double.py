@@ -8,8 +8,7 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from penstock.http.listen import bind
-from penstock.http.server import HttpServer
+from penstock.http.server import HttpServer, bind
 
 
 class Double:

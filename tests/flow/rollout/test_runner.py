@@ -363,13 +363,14 @@ class Crowd:
 
     def __init__(self, expected):
         self.now = self.most = 0
-        self.expected = expected
+        self.expected, self.met = expected, asyncio.Event()
 
     async def visit(self):
         self.now += 1
         self.most = max(self.most, self.now)
-        while self.most < self.expected:
-            await asyncio.sleep(0.001)
+        if self.most == self.expected:
+            self.met.set()
+        await self.met.wait()
         for _ in range(5):
             await asyncio.sleep(0)
         self.now -= 1

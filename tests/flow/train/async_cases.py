@@ -19,8 +19,7 @@ import torch
 from penstock.chat.tokenizer import Tokenizer
 from penstock.config import EngineSection, RunConfig, TrainSection, load_config
 from penstock.engines.base import SampledChunk
-from penstock.engines.embedded.decoder import Decoder, read_decoder_shape
-from penstock.engines.embedded.weights import save_decoder
+from penstock.engines.embedded.decoder import Decoder, read_decoder_shape, save_decoder
 from penstock.pool.sqlite import SqlitePool
 from penstock.records import Rollout, Sampling
 from penstock.run.inputs import read_inputs

@@ -11,8 +11,7 @@ import pytest
 import torch
 from async_cases import Watched
 
-from penstock.engines.embedded.decoder import Decoder, read_decoder_shape
-from penstock.engines.embedded.weights import save_decoder
+from penstock.engines.embedded.decoder import Decoder, read_decoder_shape, save_decoder
 from penstock.train.monitoring import SIGNS
 
 AGENT = Path(__file__).parent / "alarm_run" / "agent.py"

@@ -14,7 +14,7 @@ from torch import Tensor
 from training_cases import SHAPE, compute, make_decoder, random_tree, section
 
 from penstock.engines.checkpoint_files import OPTIMIZER, refuse_damaged_weights
-from penstock.engines.embedded.weights import load_decoder
+from penstock.engines.embedded.decoder import load_decoder
 from penstock.errors import ModelError, TrainError
 from penstock.records import PolicyVersion
 from penstock.train.algorithm import load_advantage

@@ -8,7 +8,7 @@ from async_cases import Watched
 
 from penstock.errors import ConfigError, TrainError
 from penstock.pool.sqlite import SqlitePool
-from penstock.train import claims
+from penstock.train import loop
 
 
 def trained_run(folder: Path) -> tuple[Watched, Path]:
@@ -114,8 +114,8 @@ def stuck_run(folder: Path) -> Watched:
 
 
 def test_waiting_run_stops_soon_after_the_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(claims, "STOP_WAIT_S", 0.1)
-    monkeypatch.setattr(claims, "POLL_S", 0.05)
+    monkeypatch.setattr(loop, "STOP_WAIT_S", 0.1)
+    monkeypatch.setattr(loop, "POLL_S", 0.05)
     run = stuck_run(tmp_path)
     run.stop_at = lambda kind, fields: kind == "step.start"
     assert run.train().status == "stopped"
@@ -125,7 +125,7 @@ def test_waiting_run_stops_soon_after_the_request(tmp_path: Path, monkeypatch: p
 
 def test_waiting_run_reports_why_and_gives_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for name, seconds in (("TELL_S", 0.1), ("POLL_S", 0.05), ("RECHECK_S", 0.2), ("RUNNING_S", -149.5)):
-        monkeypatch.setattr(claims, name, seconds)  # a rollout may take 150 s
+        monkeypatch.setattr(loop, name, seconds)  # a rollout may take 150 s
     run = stuck_run(tmp_path)
     with pytest.raises(TrainError, match="complete"):
         run.train()

@@ -15,7 +15,7 @@ from verify_cases import make_run
 
 from penstock.cli import app as edge
 from penstock.config import load_config
-from penstock.engines.embedded.weights import load_decoder, read_weights, save_decoder
+from penstock.engines.embedded.decoder import load_decoder, read_weights, save_decoder
 from penstock.errors import TrainError
 from penstock.records import PolicyVersion
 from penstock.run.inputs import read_inputs

@@ -14,7 +14,7 @@ from test_train_servers import AGENT, TINY, tiny_server
 
 from faults.upstream_cases import VERSIONS, FakeVllm, NumberedSender, engine_over
 from penstock.config import load_config
-from penstock.engines.embedded.weights import load_decoder, public_state, public_tensors
+from penstock.engines.embedded.decoder import load_decoder, public_state, public_tensors
 from penstock.engines.retry import RetryPolicy
 from penstock.engines.servers.server_weights import exchange
 from penstock.errors import ConfigError, EngineError

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from penstock.cli.app import app, run
 from penstock.pool import POOLS
 from penstock.sdk import context
-from penstock.train.claims import BEYOND, CRASHED
+from penstock.train.loop import BEYOND, CRASHED
 
 CONFIG = Path(__file__).parents[2] / "helpers/tiny_run/train.toml"
 GROUPS = 2

@@ -20,9 +20,8 @@ from penstock.train.advantages.base import described
 from penstock.train.advantages.dr_grpo import dr_grpo
 from penstock.train.advantages.grpo import grpo
 from penstock.train.algorithm import load_advantage
-from penstock.train.claims import BEYOND, CRASHED, EQUAL
 from penstock.train.learner import Learner
-from penstock.train.loop import next_step, update_policy
+from penstock.train.loop import BEYOND, CRASHED, EQUAL, next_step, update_policy
 from penstock.train.metrics import Stopwatch
 from penstock.train.resources import TrainProgress
 

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from penstock.chat.renderer import Renderer
 from penstock.cli.app import app
 from penstock.config import TrainSection
-from penstock.engines.embedded.weights import load_decoder
+from penstock.engines.embedded.decoder import load_decoder
 from penstock.errors import ConfigError
 from penstock.models.pull import resolve
 from penstock.models.tiny import tiny_task

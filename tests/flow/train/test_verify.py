@@ -22,7 +22,7 @@ from penstock.codec import context_digest
 from penstock.config import EngineSection, load_config
 from penstock.engines.embedded.engine import open_engine
 from penstock.engines.token_sets import pack_set, unpack_sets
-from penstock.pool.pictures import PictureStore
+from penstock.pool.rows import PictureStore
 from penstock.pool.sqlite import SqlitePool
 from penstock.records import End, Group, Node, PlacedPicture, PolicyVersion, Sampling, Step, make_rollout
 from penstock.run.inputs import read_inputs

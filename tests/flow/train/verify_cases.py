@@ -14,8 +14,8 @@ from training_cases import SHAPE, make_decoder, random_tree, section
 from penstock.codec import context_digest
 from penstock.config import EngineSection, RunConfig
 from penstock.engines.base import Engine
+from penstock.engines.embedded.decoder import read_weights, save_decoder
 from penstock.engines.embedded.engine import open_engine
-from penstock.engines.embedded.weights import read_weights, save_decoder
 from penstock.pool.base import Pool
 from penstock.pool.rows import column_names, encode_row
 from penstock.pool.sqlite import SqlitePool

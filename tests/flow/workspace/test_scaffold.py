@@ -8,7 +8,7 @@ from penstock.cli.app import run
 from penstock.cli.scaffold import find_template
 from penstock.config import make_config
 from penstock.errors import ConfigError
-from penstock.run.config_file import load_run_config
+from penstock.run.inputs import load_run_config
 from penstock.sdk.dataset import load_tasks
 from penstock.sdk.discovery import open_agent
 from penstock_controller.environments import requirements

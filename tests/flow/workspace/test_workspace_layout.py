@@ -6,7 +6,7 @@ import pytest
 from workspace_cases import EVAL, made_workspace
 
 from penstock.errors import ConfigError, DatasetError
-from penstock.run.config_file import load_run_config
+from penstock.run.inputs import load_run_config
 from penstock_controller.workspace import Workspace, find_workspace, workspace_of
 
 

@@ -10,7 +10,7 @@ from workspace_cases import made_workspace
 
 from penstock.cli.app import run
 from penstock.errors import ConfigError, DatasetError
-from penstock.run.config_file import load_run_config
+from penstock.run.inputs import load_run_config
 from penstock.run.preflight import check_project
 from penstock.train.algorithm import check_algorithm
 

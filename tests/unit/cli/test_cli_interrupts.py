@@ -8,13 +8,13 @@ import sys
 
 import pytest
 
-from penstock.system import interrupts
-from penstock.system.interrupts import Interrupts
+from penstock.system import async_tools
+from penstock.system.async_tools import Interrupts
 
 MODULE = f"""
 from importlib.util import module_from_spec, spec_from_file_location
 
-spec = spec_from_file_location("interrupts", {interrupts.__file__!r})
+spec = spec_from_file_location("interrupts", {async_tools.__file__!r})
 interrupts = module_from_spec(spec)
 spec.loader.exec_module(interrupts)
 """

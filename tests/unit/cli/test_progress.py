@@ -14,8 +14,7 @@ from rich.console import Console
 from penstock.cli.app import run
 from penstock.cli.dry_run import Notices
 from penstock.view.eval_view import EvalView
-from penstock.view.live import LiveView, RunState, event_line
-from penstock.view.progress import RunningRollouts, pace_text
+from penstock.view.live import LiveView, RunningRollouts, RunState, event_line, pace_text
 
 SCRIPT = Path(sys.executable).with_name("penstock")
 

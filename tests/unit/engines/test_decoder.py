@@ -9,8 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.engines.embedded.decoder import FEW_ROWS, Decoder, DecoderShape, causal, read_decoder_shape
-from penstock.engines.embedded.weights import load_decoder, public_state, save_decoder
+from penstock.engines.embedded.decoder import (
+    FEW_ROWS,
+    Decoder,
+    DecoderShape,
+    causal,
+    load_decoder,
+    public_state,
+    read_decoder_shape,
+    save_decoder,
+)
 from penstock.errors import ModelError
 
 SMALL: dict[str, Any] = {

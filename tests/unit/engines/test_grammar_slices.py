@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from penstock.chat.grammars import GrammarWriter
 from penstock.chat.parsers.hermes import Hermes
-from penstock.engines.embedded.grammars import SLICES
+from penstock.engines.embedded.sampling import SLICES
 from penstock.records import ReplyFormat
 
 DOCS = Path(__file__).parents[3] / "docs"

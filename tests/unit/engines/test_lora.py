@@ -13,9 +13,8 @@ from safetensors.torch import load_file, save_file
 from penstock.cli import app as edge
 from penstock.config import LORA_MODULES
 from penstock.engines.checkpoint_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, find_base, is_adapter, model_digest
-from penstock.engines.embedded.decoder import Decoder, causal
+from penstock.engines.embedded.decoder import Decoder, causal, load_decoder
 from penstock.engines.embedded.lora import Adapter, load_policy, merge_adapter, read_adapter, share_decoder
-from penstock.engines.embedded.weights import load_decoder
 from penstock.errors import ModelError
 
 SOME = ("q_proj", "v_proj", "down_proj")

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import PoolError
-from penstock.pool.pictures import PictureStore
+from penstock.pool.rows import PictureStore
 
 RED, DIGEST = b"red", "b1f51a511f1da0cd348b8f8598db32e61cb963e5fc69e2b41485bf99590ed75a"
 

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.config import AgentSection
 from penstock.errors import ConfigError
-from penstock.rollout.executors.trust import choose_program_sandbox, sandbox_notice
+from penstock.rollout.executors.base import choose_program_sandbox, sandbox_notice
 from penstock.sdk.discovery import Agent, open_agent
 from penstock.system.sandbox import Sandbox
 

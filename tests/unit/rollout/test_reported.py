@@ -2,8 +2,7 @@
 
 import pytest
 
-from penstock.rollout.reported import was_sampled
-from penstock.rollout.transcripts import Transcript, make_samples, misreported
+from penstock.rollout.transcripts import Transcript, make_samples, misreported, was_sampled
 
 CALL = {"id": "c", "type": "function", "function": {"name": "multiply", "arguments": '{"a": 6, "b": 7}'}}
 ASKS = {"role": "assistant", "content": "Let me see.", "tool_calls": [CALL], "reasoning_content": "hm"}

@@ -8,8 +8,7 @@ import pytest
 from penstock.config import AgentSection, make_config
 from penstock.errors import ConfigError
 from penstock.events import Events
-from penstock.run.code import author_files, code_changes, use_code
-from penstock.run.folder import RunFolder, open_run_folder
+from penstock.run.folder import RunFolder, author_files, code_changes, open_run_folder, use_code
 from penstock.sdk.discovery import Agent, load_agent
 
 AGENT = """

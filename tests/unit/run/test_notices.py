@@ -2,7 +2,7 @@
 
 import json
 
-from penstock.run.notices import read_notices
+from penstock.run.shortfalls import read_notices
 
 
 def test_counts_of_all_gateways_are_added(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.config import AgentSection
 from penstock.errors import ConfigError
-from penstock.run.agent_preflight import preflight
+from penstock.run.inputs import preflight
 from penstock.sdk.discovery import load_agent
 
 pytestmark = pytest.mark.slow  # each case starts a process
@@ -154,7 +154,7 @@ def test_interrupt_ends_the_other_process_too(tmp_path):
     entry = write(
         tmp_path, f"import os, signal\nprint(os.getpid(), file=open('{tmp_path}/bell', 'w'), flush=True)\nsignal.pause()\n"
     )
-    imports = "from penstock.config import AgentSection\nfrom penstock.run.agent_preflight import preflight"
+    imports = "from penstock.config import AgentSection\nfrom penstock.run.inputs import preflight"
     code = f"{imports}\npreflight(AgentSection(entry={str(entry)!r}), {{}}, {{}})"
     with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE) as ours:
         with (tmp_path / "bell").open() as bell:

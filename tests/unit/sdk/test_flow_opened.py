@@ -7,8 +7,7 @@ import pytest
 from penstock.config import AgentSection
 from penstock.errors import ConfigError
 from penstock.records import Task
-from penstock.sdk.agent_spec import AgentSpec
-from penstock.sdk.discovery import check_constructors, open_agent
+from penstock.sdk.discovery import AgentSpec, check_constructors, open_agent
 from penstock_compat.flows.agent import FlowWorkflow
 from penstock_compat.flows.table import REGISTERED
 from penstock_compat.graders.rule import RuleGrader

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from penstock.system.checksums import add_checksum, remove_checksum
+from penstock.system.files import add_checksum, remove_checksum
 
 TEXT = b'{"step":3,"reward":0.5}'
 

@@ -11,7 +11,7 @@ PROGRAM = """
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from penstock.system.heap import share_heap, trim_heap
+from penstock.system.processes import share_heap, trim_heap
 
 def resident_mb():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 // 10**6

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.system.locks import FileLock, exclusive_lock, is_locked, lock_holder
+from penstock.system.files import FileLock, exclusive_lock, is_locked, lock_holder
 
 
 def test_one_holder_at_a_time(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from penstock.train.claims import max_versions_behind
+from penstock.train.loop import max_versions_behind
 from penstock.train.resources import TrainProgress
 
 

@@ -14,7 +14,7 @@ import typer
 from penstock.cli.output import warn
 from penstock.config import rollout_token, secret
 from penstock.errors import ConfigError
-from penstock.system.interrupts import INTERRUPTED, Interrupts
+from penstock.system.async_tools import INTERRUPTED, Interrupts
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -56,7 +56,7 @@ def serve(
 
 
 def _token(variable: str, host: str) -> str | None:
-    from penstock.http.listen import LOOPBACK
+    from penstock.http.server import LOOPBACK
 
     token = rollout_token() if variable == "PENSTOCK_ROLLOUT_TOKEN" else secret(variable, "--token-env")
     if token is None and host not in LOOPBACK:
@@ -65,7 +65,7 @@ def _token(variable: str, host: str) -> str | None:
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    from penstock.http.listen import bind
+    from penstock.http.server import bind
 
     try:
         return bind(host, port)
@@ -79,7 +79,7 @@ def _make_server(
 ) -> "Starlette":
     """Make the server of the agent, after its file was tried in another process."""
     from penstock.config import AgentSection
-    from penstock.run.agent_preflight import preflight
+    from penstock.run.inputs import preflight
     from penstock.sdk.discovery import load_agent
     from penstock_compat.rollout_server.app import create_rollout_server
     from penstock_compat.rollout_server.backend import LocalBackend
@@ -105,7 +105,7 @@ def _make_server(
 
 
 def _url(host: str, sock: socket.socket) -> str:
-    from penstock.http.listen import base_url
+    from penstock.http.server import base_url
 
     return base_url(host, sock.getsockname()[1]).removesuffix("/v1")
 

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 from penstock.errors import ControllerError
-from penstock.system.locks import exclusive_lock
+from penstock.system.files import exclusive_lock
 from penstock.system.sandbox import Sandbox, SandboxWish
 from penstock_controller.database import ControllerDatabase
 from penstock_controller.datasets import Datasets

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError
-from penstock.system.locks import FileLock
+from penstock.system.files import FileLock
 
 Command = Callable[[list[str], Path], int]
 """Runs a command that fills a folder, with its output in the run's log; returns the exit code."""

@@ -23,7 +23,7 @@ from penstock.config import (
 )
 from penstock.engines import ENGINES, SECTIONS
 from penstock.errors import ConfigError, Issue, Problems, combine_issues
-from penstock.run.config_file import check_kind
+from penstock.run.inputs import check_kind
 from penstock.sdk.dataset import count_rows
 from penstock_controller.workspace import ROLLOUT_NAME, ROLLOUTS, workspace_of
 

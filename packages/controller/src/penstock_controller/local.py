@@ -11,8 +11,7 @@ from typing import Any
 import orjson
 
 from penstock.errors import ConfigError, ControllerError
-from penstock.system.files import write_file
-from penstock.system.locks import FileLock, is_locked
+from penstock.system.files import FileLock, is_locked, write_file
 from penstock.system.processes import last_line, module_command, spawn_detached
 from penstock_controller.client import ControllerClient
 from penstock_controller.home import Home, default_home

@@ -20,7 +20,7 @@ from typing import Any
 import orjson
 
 from penstock.errors import ConfigError
-from penstock.system.locks import FileLock, lock_holder
+from penstock.system.files import FileLock, lock_holder
 from penstock.system.processes import describe_exit, die_with_parent, protect_memory, signal_group
 from penstock_controller.environments import prepare_environment
 from penstock_controller.isolation import RunIsolation, choose_isolation, describe_isolation, is_checkpoint

@@ -70,7 +70,7 @@ def _find_error(task: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the error of a task as JSON; empty if nothing is wrong."""
     from penstock.config import make_config
     from penstock.evals.run import evaluation_config
-    from penstock.run.config_file import check_kind
+    from penstock.run.inputs import check_kind
     from penstock.run.preflight import check_project
     from penstock.train.algorithm import check_algorithm
 

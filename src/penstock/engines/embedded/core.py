@@ -22,10 +22,9 @@ from numpy.typing import NDArray
 
 from penstock.engines.embedded.attention import DecodeAttention, PrefillAttention
 from penstock.engines.embedded.decoder import Decoder
-from penstock.engines.embedded.grammars import ReplyState, forbid
 from penstock.engines.embedded.kv_cache import KeyValues, PrefixTree, Segment, TailCache
 from penstock.engines.embedded.lora import AdapterSlots
-from penstock.engines.embedded.sampling import DrawnTokens, MostLikely, most_likely, sample
+from penstock.engines.embedded.sampling import DrawnTokens, MostLikely, ReplyState, forbid, most_likely, sample
 from penstock.engines.token_sets import pack_set
 from penstock.errors import ConfigError
 from penstock.records import Finish, Sampling, TokenLogprobs

@@ -27,11 +27,10 @@ from penstock.engines.base import SampledChunk
 from penstock.engines.checkpoint_files import find_base, is_adapter
 from penstock.engines.embedded import fused
 from penstock.engines.embedded.core import DrawnChunk, EngineCore, Request
-from penstock.engines.embedded.decoder import Decoder
-from penstock.engines.embedded.grammars import FixedChoice, GrammarCompiler, ReplyState
+from penstock.engines.embedded.decoder import Decoder, load_decoder
 from penstock.engines.embedded.lora import Adapter, read_adapter
 from penstock.engines.embedded.paged_core import PagedCore, free_tokens
-from penstock.engines.embedded.weights import load_decoder
+from penstock.engines.embedded.sampling import FixedChoice, GrammarCompiler, ReplyState
 from penstock.errors import ConfigError, EngineBusy, EngineError, EngineRefused, ModelError
 from penstock.records import MAX_TOP_LOGPROBS, Sampling
 from penstock.system.processes import switch_threads_often

@@ -26,9 +26,18 @@ from penstock.engines.checkpoint_files import (
     read_adapter_config,
     write_adapter_config,
 )
-from penstock.engines.embedded.decoder import Decoder, DecoderLayer, DecoderShape, Projection, read_decoder_shape
+from penstock.engines.embedded.decoder import (
+    LAYER_NAMES,
+    Decoder,
+    DecoderLayer,
+    DecoderShape,
+    Projection,
+    load_decoder,
+    read_decoder_shape,
+    read_public,
+    write_public,
+)
 from penstock.engines.embedded.kv_cache import NO_ADAPTER
-from penstock.engines.embedded.weights import LAYER_NAMES, load_decoder, read_public, write_public
 from penstock.errors import ModelError
 
 PROJECTIONS = ("qkv", "out", "gate_up", "down")

@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from penstock.engines.embedded import fused
 from penstock.engines.embedded.core import DrawnChunk, Request, ending, follow, keeps_sets, likely_tokens
 from penstock.engines.embedded.decoder import Decoder
-from penstock.engines.embedded.grammars import ReplyState, fill_rows
 from penstock.engines.embedded.kv_cache import CacheRows, PrefixTree, Segment
 from penstock.engines.embedded.lanes import MAX_STOPS, RING, TRUNCATED_STEPS, DrawKind, Lanes, PackedPrompts, StepResults
 from penstock.engines.embedded.lora import AdapterSlots
+from penstock.engines.embedded.sampling import ReplyState, fill_rows
 from penstock.engines.token_sets import pack_bits
 
 PASS_TOKENS = 8192, 32768

@@ -24,7 +24,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from penstock.system.locks import FileLock
+from penstock.system.files import FileLock
 from penstock.system.processes import module_command, spawn_detached
 
 STEP_S = 600.0

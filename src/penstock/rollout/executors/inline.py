@@ -8,8 +8,15 @@ from typing import Self
 from penstock.config import Section
 from penstock.records import Task
 from penstock.rollout.author_tasks import AuthorTasks
-from penstock.rollout.executors.base import Executor, ExecutorContext, GatewaySession, SessionSpec
-from penstock.rollout.executors.trust import announce_trusted, confine_programs, starts_programs
+from penstock.rollout.executors.base import (
+    Executor,
+    ExecutorContext,
+    GatewaySession,
+    SessionSpec,
+    announce_trusted,
+    confine_programs,
+    starts_programs,
+)
 from penstock.rollout.in_process import InProcessAgent, Reward, WorkflowResult
 from penstock.sdk.clients import Clients
 from penstock.sdk.samples import RolloutSample

@@ -17,12 +17,19 @@ from penstock.config import Section
 from penstock.errors import ConfigError, GraderError, WorkerLost, WorkflowError
 from penstock.records import Task
 from penstock.rollout.author_tasks import make_slots
-from penstock.rollout.executors.base import Executor, ExecutorContext, GatewaySession, SessionSpec
-from penstock.rollout.executors.trust import PACKAGE, announce_sandbox, visible_paths
+from penstock.rollout.executors.base import (
+    PACKAGE,
+    Executor,
+    ExecutorContext,
+    GatewaySession,
+    SessionSpec,
+    announce_sandbox,
+    visible_paths,
+)
 from penstock.rollout.in_process import Reward, WorkflowResult
 from penstock.rollout.processes.fork_client import ForkClient, ProcessDied
 from penstock.rollout.processes.job_protocol import AgentJob, JobKind, JobResult, JobSandbox, write_samples
-from penstock.sdk.agent_spec import AgentSpec
+from penstock.sdk.discovery import AgentSpec
 from penstock.sdk.samples import RolloutSample
 from penstock.system.sandbox import SandboxWish, choose_sandbox, new_user_id
 

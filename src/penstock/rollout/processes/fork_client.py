@@ -16,8 +16,7 @@ from typing import Any, Self
 from penstock.errors import ConfigError
 from penstock.rollout.processes.fork_server import BEGIN, COMMAND, JOB_ENDED, KILL, TERMINATE
 from penstock.rollout.processes.job_protocol import receive_async, send_async
-from penstock.sdk.agent_spec import AgentSpec
-from penstock.sdk.discovery import Agent
+from penstock.sdk.discovery import Agent, AgentSpec
 from penstock.system.async_tools import finish_shielded
 from penstock.system.processes import describe_exit, module_command, signal_group
 

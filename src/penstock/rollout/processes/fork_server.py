@@ -25,9 +25,8 @@ from typing import NoReturn
 from penstock.errors import ConfigError
 from penstock.rollout.processes.job_process import SOCKET_FD, exit_process, ignore_hangup, kill_on_hangup, run_job
 from penstock.rollout.processes.job_protocol import receive, send
-from penstock.sdk.agent_spec import AgentSpec
 from penstock.sdk.clients import preload_clients
-from penstock.sdk.discovery import Agent
+from penstock.sdk.discovery import Agent, AgentSpec
 from penstock.system.namespaces import confine_process
 from penstock.system.processes import adopt_orphans, child_pids, kill_orphans, module_command, protect_memory, signal_group
 

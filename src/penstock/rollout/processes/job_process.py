@@ -24,9 +24,8 @@ from penstock.events import Events
 from penstock.rollout.author_tasks import AuthorTasks
 from penstock.rollout.in_process import InProcessAgent
 from penstock.rollout.processes.job_protocol import STARTED, AgentJob, JobSandbox, failure_result, read_samples, receive, send
-from penstock.sdk.agent_spec import AgentSpec
 from penstock.sdk.clients import Clients
-from penstock.sdk.discovery import Agent
+from penstock.sdk.discovery import Agent, AgentSpec
 from penstock.sdk.environment import rollout_environment
 from penstock.sdk.samples import RolloutSample
 from penstock.system.namespaces import confine_process

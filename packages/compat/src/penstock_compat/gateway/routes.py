@@ -10,15 +10,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.types import Message as AsgiMessage
 
 from penstock.errors import GraderError, PoolFailed, RequestError, WorkerLost
+from penstock.gateway.app import GatewayParts
 from penstock.gateway.auth import Access, GatewayTokens
 from penstock.gateway.control import SamplingBody
 from penstock.gateway.graph import TokenGraph
-from penstock.gateway.plugins import GatewayParts
 from penstock.gateway.request import CALL_SCOPE, CallScope
 from penstock.gateway.routes import DEFAULT_PROMPT, FunctionEndpoint, Route, json_response
 from penstock.gateway.session import RESERVED_PREFIX, pool_refusals
 from penstock.http.asgi import header, parse_json, read_body
-from penstock.http.listen import root_url
+from penstock.http.server import root_url
 from penstock.records import Message
 from penstock.sdk.samples import assistant_text
 from penstock_compat.gateway.bodies import (

@@ -19,10 +19,9 @@ from penstock.errors import ConfigError, EngineError, GraderError, WorkerLost, W
 from penstock.events import Events
 from penstock.records import End, Message, Task
 from penstock.rollout.author_tasks import AuthorTasks
-from penstock.rollout.executors.base import artifacts_dir
+from penstock.rollout.executors.base import ScratchFolders, artifacts_dir
 from penstock.rollout.in_process import InProcessAgent, Reward, WorkflowResult, collect_samples
 from penstock.rollout.runner import no_call_message
-from penstock.rollout.scratch import ScratchFolders
 from penstock.rollout.transcripts import Transcript, make_samples, misreported, unrecorded_samples
 from penstock.sdk.discovery import Agent
 from penstock.sdk.routing import MAIN, RolloutContext, get_rollout_context, outside_rollouts

@@ -15,7 +15,7 @@ from penstock.errors import ConfigError, PoolError
 from penstock.pool.base import PoolDatabase
 from penstock.pool.sqlite import SqliteDatabase
 from penstock.pool.writer import Writer
-from penstock.system.locks import FileLock
+from penstock.system.files import FileLock
 from penstock_compat.rollout_server.protocol import RolloutState
 
 DEFAULT_PATH = Path(".penstock/rollouts.db")

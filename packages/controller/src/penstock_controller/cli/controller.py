@@ -13,7 +13,7 @@ import typer
 
 from penstock.cli.output import All, AsJson, Limit, Plain, TableColumn, labelled_lines, local_time, print_result, print_table, warn
 from penstock.errors import ConfigError, ControllerError
-from penstock.system.interrupts import INTERRUPTED, Interrupts
+from penstock.system.async_tools import INTERRUPTED, Interrupts
 from penstock_controller.cli.connection import PANEL, connect, fetch_page
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from penstock.config import RunKind
 from penstock.errors import ConfigError, ControllerError
 from penstock.run.folder import RunFolder
 from penstock.run.shortfalls import read_shortfalls, shortfall_rows
-from penstock.system.interrupts import INTERRUPTED
+from penstock.system.async_tools import INTERRUPTED
 from penstock_controller.cli.connection import PANEL, connect, connect_if_running, fetch_page, transfer_progress
 
 if TYPE_CHECKING:
@@ -234,7 +234,7 @@ def _submit(kind: RunKind) -> Callable[..., None]:
         yes: Yes = False,
         as_json: AsJson = False,
     ) -> None:
-        from penstock.run.config_file import load_run_config
+        from penstock.run.inputs import load_run_config
         from penstock_controller.submit import prepare_submission, send_submission
 
         prepared = prepare_submission(kind, file, name=name, overrides=overrides or ())
