@@ -12,7 +12,8 @@ from typing import Any
 from penstock.chat.renderer import Renderer
 from penstock.config import RolloutSection
 from penstock.events import Events
-from penstock.http.server import HttpServer, bind
+from penstock.http.listen import bind
+from penstock.http.server import HttpServer
 from penstock.records import Rollout, Sampling, Task, make_rollout
 from penstock.rollout.author_tasks import AuthorTasks
 from penstock.rollout.executors import EXECUTORS

@@ -22,7 +22,7 @@ from penstock.chat.renderer import Renderer
 from penstock.gateway import Gateway, auth, session
 from penstock.gateway.request import GatewayLimits
 from penstock.http import server
-from penstock.http.server import bind
+from penstock.http.listen import bind
 from penstock.pool import POOLS
 from penstock.records import Sampling
 from penstock.testing import ScriptedEngine, write_tokenizer

@@ -62,7 +62,7 @@ def gateway(
 def serve(settings: "Settings", *, folder: Path, is_open: bool = False, sessions: bool = False, quiet: bool = False) -> int:
     """Serve until a signal comes and return the exit code. A line of JSON on stdout says when it serves, and where."""
     from penstock.gateway.standalone import hold_folder, load_secret, make_folder, write_tokens
-    from penstock.http.server import bind
+    from penstock.http.listen import bind
 
     if is_open:
         check_open_host(settings)
@@ -123,7 +123,7 @@ def get_model(settings: "Settings") -> "ModelFiles":
 
 def check_open_host(settings: "Settings") -> None:
     """ConfigError for an open gateway that other machines could reach."""
-    from penstock.http.server import is_loopback
+    from penstock.http.listen import is_loopback
 
     if not is_loopback(settings.gateway.host):
         raise ConfigError(
@@ -146,7 +146,7 @@ class GatewayNotices:
         sessions: bool,
         quiet: bool,
     ) -> None:
-        from penstock.http.server import base_url
+        from penstock.http.listen import base_url
 
         self.settings, self.model, self.folder, self.port = settings, model, folder, port
         self._base_url = base_url(settings.gateway.host, port, settings.gateway.hosts)
@@ -155,7 +155,7 @@ class GatewayNotices:
         self._quiet = quiet
 
     def announce(self, pid: int, **more: object) -> None:
-        from penstock.http.server import LOOPBACK
+        from penstock.http.listen import LOOPBACK
 
         line = {
             "event": "ready",

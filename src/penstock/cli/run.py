@@ -128,7 +128,7 @@ async def _record(
     from penstock.gateway.auth import Access
     from penstock.gateway.session import open_adhoc
     from penstock.gateway.standalone import open_gateway
-    from penstock.http.server import bind
+    from penstock.http.listen import bind
 
     stop, started = asyncio.Event(), time.monotonic()
     secret, sock = secrets.token_bytes(32), bind(settings.gateway.host, settings.gateway.port)

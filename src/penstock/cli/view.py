@@ -61,7 +61,7 @@ def _open_controller(address: str, *, browser: bool, as_json: bool) -> int:
 
 def _serve(source: "FolderSource", host: str, port: int, names: list[str], *, browser: bool) -> int:
     """Serve until a signal comes and return the exit code. A line of JSON on stdout says where."""
-    from penstock.http.server import is_loopback
+    from penstock.http.listen import is_loopback
 
     token = "" if is_loopback(host) else secrets.token_urlsafe(24)
     try:

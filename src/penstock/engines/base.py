@@ -1,4 +1,4 @@
-"""The interface of engines, and how one is opened: token ids in; sampled ids, log-probabilities and policy versions out, streamed."""
+"""The interface of engines, and opening one: token ids in; sampled ids, log-probabilities and policy versions out, streamed."""
 
 import asyncio
 from bisect import bisect_right

@@ -26,7 +26,7 @@ from penstock.gateway.response import ResponseCache
 from penstock.gateway.routes import FunctionEndpoint, Route, Routes, json_response
 from penstock.gateway.session import Session, Sessions
 from penstock.gateway.sources import PolicySources, ServedPolicy, make_source, no_tokens_error
-from penstock.http.server import base_url, bind, is_loopback, known_names
+from penstock.http.listen import base_url, bind, is_loopback, known_names
 from penstock.pool.base import Pool
 from penstock.pool.rows import PictureStore
 from penstock.records import Rollout, RolloutRef, Sampling

@@ -24,7 +24,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from penstock.errors import ConfigError, PenstockError, PoolError, RequestError
 from penstock.events import json_line
 from penstock.http.asgi import header, host_name
-from penstock.http.server import HttpServer, base_url, bind, known_names
+from penstock.http.listen import base_url, bind, known_names
+from penstock.http.server import HttpServer
 from penstock.pool.base import PoolClass, PoolDatabase
 from penstock.pool.reads import list_channels
 from penstock.view import evaluations, overview, rollouts

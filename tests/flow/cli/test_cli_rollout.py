@@ -54,7 +54,7 @@ def test_unservable_input_is_one_line_and_exit_code_2(agent, tmp_path, arguments
 
 
 def test_port_that_is_taken_is_said_with_a_remedy(agent, tmp_path):
-    from penstock.http.server import bind
+    from penstock.http.listen import bind
 
     with bind("127.0.0.1", 0) as taken:
         taken.listen()

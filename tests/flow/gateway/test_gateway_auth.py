@@ -7,7 +7,7 @@ from gateway_cases import USER, chat, renderer
 from penstock.errors import ConfigError, RequestError
 from penstock.gateway import Gateway
 from penstock.gateway.auth import Access, GatewayTokens
-from penstock.http.server import LOOPBACK, known_names
+from penstock.http.listen import LOOPBACK, known_names
 from penstock.records import End
 from penstock.testing import ScriptedEngine, memory_pool, workbench
 

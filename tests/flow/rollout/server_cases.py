@@ -8,7 +8,8 @@ import aiohttp
 from rollout_cases import DEADLINE_S, make_agent
 
 from penstock import AgentWorkflowConfig
-from penstock.http.server import HttpServer, bind
+from penstock.http.listen import bind
+from penstock.http.server import HttpServer
 from penstock_compat.rollout_server.app import create_rollout_server, serving
 from penstock_compat.rollout_server.backend import LocalBackend
 from penstock_compat.rollout_server.delivery import DeliveryPolicy

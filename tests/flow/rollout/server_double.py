@@ -8,7 +8,8 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from penstock.http.server import HttpServer, bind
+from penstock.http.listen import bind
+from penstock.http.server import HttpServer
 
 
 class Double:

@@ -13,7 +13,7 @@ from rollout_cases import DEADLINE_S, good_grade
 from server_cases import PROMPT, QUICK, Listener, backend_of, graded, nothing, request, said, served
 
 from penstock.errors import ConfigError
-from penstock.http.server import bind
+from penstock.http.listen import bind
 from penstock.records import Sampling, make_rollout
 from penstock.testing import ScriptedEngine, workbench
 from penstock_compat.rollout_server.app import authorize, create_rollout_server

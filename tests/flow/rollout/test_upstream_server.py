@@ -19,7 +19,7 @@ from server_double import Double
 from penstock.cli.scaffold import EXAMPLES
 from penstock.config import RolloutSection
 from penstock.events import Events
-from penstock.http.server import bind
+from penstock.http.listen import bind
 from penstock.records import End, Sampling, Task, make_rollout
 from penstock.rollout.executors.base import read_section
 from penstock.rollout.runner import open_runner

@@ -5,7 +5,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from penstock.http.server import HttpServer, bind
+from penstock.http.listen import bind
+from penstock.http.server import HttpServer
 from penstock_compat.rollout_server.delivery import CallbackSender, DeliveryPolicy, read_reply
 
 

@@ -56,7 +56,7 @@ def serve(
 
 
 def _token(variable: str, host: str) -> str | None:
-    from penstock.http.server import LOOPBACK
+    from penstock.http.listen import LOOPBACK
 
     token = rollout_token() if variable == "PENSTOCK_ROLLOUT_TOKEN" else secret(variable, "--token-env")
     if token is None and host not in LOOPBACK:
@@ -65,7 +65,7 @@ def _token(variable: str, host: str) -> str | None:
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    from penstock.http.server import bind
+    from penstock.http.listen import bind
 
     try:
         return bind(host, port)
@@ -105,7 +105,7 @@ def _make_server(
 
 
 def _url(host: str, sock: socket.socket) -> str:
-    from penstock.http.server import base_url
+    from penstock.http.listen import base_url
 
     return base_url(host, sock.getsockname()[1]).removesuffix("/v1")
 

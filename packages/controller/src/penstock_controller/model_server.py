@@ -34,7 +34,8 @@ from penstock.errors import ConfigError, EngineError, PenstockError
 from penstock.gateway.app import Gateway
 from penstock.gateway.request import GatewayLimits
 from penstock.http.asgi import header
-from penstock.http.server import HttpServer, base_url, bind
+from penstock.http.listen import base_url, bind
+from penstock.http.server import HttpServer
 from penstock.pool.memory import MemoryPool
 from penstock.records import RolloutRef, Sampling, Task, make_rollout
 from penstock.system.processes import end_process, exit_after_parent, relax_gc

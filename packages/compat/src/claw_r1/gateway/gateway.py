@@ -14,7 +14,7 @@ import typer
 from claw_r1.keys import model
 from penstock.cli.app import exit_code, run
 from penstock.errors import ConfigError
-from penstock.http.server import is_loopback
+from penstock.http.listen import is_loopback
 
 PORT = 8100
 

@@ -18,7 +18,7 @@ from penstock.gateway.request import CALL_SCOPE, CallScope
 from penstock.gateway.routes import DEFAULT_PROMPT, FunctionEndpoint, Route, json_response
 from penstock.gateway.session import RESERVED_PREFIX, pool_refusals
 from penstock.http.asgi import header, parse_json, read_body
-from penstock.http.server import root_url
+from penstock.http.listen import root_url
 from penstock.records import Message
 from penstock.sdk.samples import assistant_text
 from penstock_compat.gateway.bodies import (

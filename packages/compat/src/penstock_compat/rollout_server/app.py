@@ -20,7 +20,7 @@ from starlette.routing import Route
 from penstock.config import rollout_hosts, rollout_token
 from penstock.errors import ConfigError, PenstockError, RequestError
 from penstock.http.asgi import host_name
-from penstock.http.server import is_loopback
+from penstock.http.listen import is_loopback
 from penstock_compat.rollout_server.backend import ExecutionBackend
 from penstock_compat.rollout_server.journal import DEFAULT_PATH
 from penstock_compat.rollout_server.requests import AllowedHosts, InvalidBody, read_cancel, read_rollout

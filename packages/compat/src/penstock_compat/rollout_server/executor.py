@@ -13,7 +13,7 @@ from pydantic import Field, field_validator, model_validator
 
 from penstock.config import Section, secret
 from penstock.errors import ConfigError, EngineError, GraderError, WorkflowError, one_line
-from penstock.http.server import ANYWHERE, LOOPBACK
+from penstock.http.listen import ANYWHERE, LOOPBACK
 from penstock.records import End, Task
 from penstock.rollout.executors.base import Executor, ExecutorContext, GatewaySession
 from penstock.rollout.in_process import Reward, WorkflowResult

@@ -16,7 +16,8 @@ from starlette.types import Receive, Scope, Send
 
 from penstock.errors import ConfigError, PenstockError, RequestError
 from penstock.http.asgi import check_size, header, read_body
-from penstock.http.server import HttpServer, base_url, bind
+from penstock.http.listen import base_url, bind
+from penstock.http.server import HttpServer
 from penstock.rollout.executors.base import LoadTranscripts
 from penstock_compat.rollout_server.protocol import (
     CompletionReply,

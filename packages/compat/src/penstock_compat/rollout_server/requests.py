@@ -13,7 +13,7 @@ from starlette.requests import Request
 
 from penstock.errors import ConfigError, RequestError
 from penstock.http.asgi import JsonBudget, check_size, read_body
-from penstock.http.server import LOOPBACK
+from penstock.http.listen import LOOPBACK
 from penstock_compat.rollout_server.protocol import LONGEST_ID, RolloutInitRequest
 
 MAX_URL_CHARS = 4096

@@ -19,8 +19,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from penstock import __version__
 from penstock.errors import ConfigError, ControllerError, DatasetError, ModelError, PenstockError, PoolError, RequestError
 from penstock.http.asgi import header, host_name
-from penstock.http.server import HttpServer, bind, known_names
-from penstock.http.server import base_url as url_of
+from penstock.http.listen import base_url as url_of
+from penstock.http.listen import bind, known_names
+from penstock.http.server import HttpServer
 from penstock.view.app import ViewApp
 from penstock_controller.api import datasets, models, outputs, repositories, runs, secrets
 from penstock_controller.api.auth import ROUTE_ACCESS, AccessLevel, AccountRoutes, ApiTokens, DeviceLogins
