@@ -58,8 +58,11 @@ class Renderer:
         self.stop_ids = self._find_stop_ids()
         """Ids that end a reply."""
         self._hidden_ids = self._find_hidden_ids()
-        added = tokenizer.core.get_added_tokens_decoder()
-        self.grammars = GrammarWriter(self._format, self._tags, [(token.content, i) for i, token in added.items()])
+
+    @cached_property
+    def grammars(self) -> GrammarWriter:
+        added = self.tokenizer.core.get_added_tokens_decoder()
+        return GrammarWriter(self._format, self._tags, [(token.content, i) for i, token in added.items()])
 
     @classmethod
     def load(cls, folder: Path) -> "Renderer":

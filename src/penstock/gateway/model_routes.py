@@ -18,12 +18,11 @@ from penstock.errors import EngineBusy, EngineError, EngineRefused, PenstockErro
 from penstock.gateway.auth import ANY_SESSION
 from penstock.gateway.dialects.base import Dialect, ModelAnswer
 from penstock.gateway.dialects.responses import ECHOED, RESPONSE_ID, ResponsesDialect
-from penstock.gateway.named_rollouts import SESSION_PROMPT, session_rollout
 from penstock.gateway.observability import CallTracer
 from penstock.gateway.pipeline import CallPipeline
 from penstock.gateway.request import Caller, CallScope, ConversationHistory, GatewayLimits, ModelCall, Prompt
 from penstock.gateway.response import PendingResponse, ResponseCache
-from penstock.gateway.session import RunningCall, Session
+from penstock.gateway.session import SESSION_PROMPT, RunningCall, Session, session_rollout
 from penstock.gateway.sources import no_tokens_error
 from penstock.http.asgi import ON_DISCONNECT, header, parse_json, read_body
 from penstock.pool.base import Pool

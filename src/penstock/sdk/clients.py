@@ -212,7 +212,7 @@ def _make_http_client(package: str, secure: bool, *, lasting: bool = True, local
 
     mounts: dict[str, Any] = {**NO_PROXIES}
     if local is not None:
-        from penstock.http.in_process import in_process_transport  # loads starlette
+        from penstock.http.asgi import in_process_transport  # loads starlette
 
         httpx: Any = importlib.import_module(one_off.__mro__[1].__module__)  # the vendor's, whichever that is
         mounts[local[0]] = in_process_transport(httpx, *local[1:])

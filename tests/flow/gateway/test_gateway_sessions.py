@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 from gateway_cases import USER, renderer
 
-from penstock.gateway.named_rollouts import session_rollout
+from penstock.gateway.session import session_rollout
 from penstock.testing import ScriptedEngine, workbench
 
 UUID = "0193c7a1-7a00-7abc-8def-0123456789ab"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rollout_cases import TASK, Bench, EngineDown, good_grade
 
-from penstock.gateway.control import EndBody
+from penstock.gateway.app import EndBody
 from penstock.pool.base import Pool
 from penstock.pool.sqlite import SqlitePool
 from penstock.records import BranchPoint, End, RolloutRef, Sampling

@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError,
 from starlette.requests import Request
 
 from penstock.errors import RequestError
-from penstock.gateway.control import BoundedReward, SamplingBody
+from penstock.gateway.app import BoundedReward, SamplingBody
 from penstock.http.asgi import JsonBudget, check_size, read_body
 from penstock.records import Message
 

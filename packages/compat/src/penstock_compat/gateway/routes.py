@@ -10,9 +10,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.types import Message as AsgiMessage
 
 from penstock.errors import GraderError, PoolFailed, RequestError, WorkerLost
-from penstock.gateway.app import GatewayParts
+from penstock.gateway.app import GatewayParts, SamplingBody
 from penstock.gateway.auth import Access, GatewayTokens
-from penstock.gateway.control import SamplingBody
 from penstock.gateway.graph import TokenGraph
 from penstock.gateway.request import CALL_SCOPE, CallScope
 from penstock.gateway.routes import DEFAULT_PROMPT, FunctionEndpoint, Route, json_response

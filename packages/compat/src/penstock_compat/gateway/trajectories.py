@@ -6,10 +6,13 @@ from typing import Any
 
 from penstock.errors import PoolError, PoolFailed, RequestError
 from penstock.gateway.auth import GatewayTokens
-from penstock.gateway.named_rollouts import DEFAULT_CHANNEL, NAMED_KEY, PROMPT_KEY, NamedRollouts
 from penstock.gateway.session import (
     COMPLETED_BY_FLOW,
+    DEFAULT_CHANNEL,
+    NAMED_KEY,
+    PROMPT_KEY,
     RESERVED_PREFIX,
+    NamedRollouts,
     Sessions,
     changed_sampling,
     completed_error,
